@@ -1,0 +1,163 @@
+"""Settings from TOML and back, with every problem of a file reported together."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import tomli_w
+from pydantic import BaseModel, ValidationError
+
+from ..errors import Problem, SettingsError
+from .schema import Settings
+
+MAX_FILE_BYTES = 64 * 1024  # a settings file is a page of text; more is a mistake or an attack
+
+
+def load(path: Path, overrides: Iterable[str] = ()) -> Settings:
+    """Read a TOML file and apply `section.field=value` overrides.
+
+    A relative data set or base folder is taken relative to the file. Raises SettingsError listing every problem.
+    """
+    data = read_toml(path)
+    for override in overrides:
+        set_dotted(data, override)
+    _resolve_relative_paths(data, path.parent)
+    return parse(data, origin=path.name)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """A TOML file as plain data. Raises SettingsError when it is missing, too large, not UTF-8 or not TOML."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise SettingsError(f"cannot read settings file {path}: {error.strerror}", "check the path") from error
+    if len(raw) > MAX_FILE_BYTES:
+        raise SettingsError(f"settings file {path} has {len(raw)} bytes; at most {MAX_FILE_BYTES} are read")
+    try:
+        return tomllib.loads(raw.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"settings file {path} is not UTF-8 text", "save it as UTF-8") from error
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise SettingsError(f"settings file {path} is not valid TOML: {error or 'nested too deeply'}") from error
+
+
+def parse(data: Mapping[str, Any], *, origin: str = "settings") -> Settings:
+    """Validate plain data. No coercion: "16" is not a number and True is not 1. Raises SettingsError."""
+    try:
+        # JSON mode: strict about types, yet lists may become tuples and 1 may become 1.0, as in TOML.
+        return Settings.model_validate_json(json.dumps(_with_variants(data, Settings), default=str), strict=True)
+    except ValidationError as error:
+        problems = [_problem(item) for item in error.errors(include_url=False)]
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise SettingsError(
+            f"{origin}: {count} in the settings", "`safelight settings` lists every setting", problems=problems
+        ) from error
+
+
+def to_toml(settings: Settings) -> str:
+    """The complete settings as TOML. `parse(tomllib.loads(to_toml(s))) == s`; unset (None) values are left out."""
+    return tomli_w.dumps(settings.model_dump(mode="json", exclude_none=True))
+
+
+def set_dotted(data: dict[str, Any], override: str) -> None:
+    """Apply one `section.field=value` to plain data; the value is read as TOML, or as text when it is not TOML.
+
+    Changing `section.type` starts that section afresh, since its other fields belong to another variant.
+    """
+    name, equals, text = override.partition("=")
+    keys = [key.strip() for key in name.split(".")]
+    if not equals or not all(keys):
+        raise SettingsError(f"'{override}' is not of the form section.field=value", "for example optimizer.lr=1e-4")
+    try:
+        value = tomllib.loads(f"value = {text.strip()}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    target = data
+    for key in keys[:-1]:
+        inner = target.setdefault(key, {})
+        if not isinstance(inner, dict):
+            raise SettingsError(f"'{override}': {key} is not a section")
+        target = inner
+    if keys[-1] == "type" and target.get("type", value) != value:
+        target.clear()
+    target[keys[-1]] = value
+
+
+def _resolve_relative_paths(data: dict[str, Any], folder: Path) -> None:
+    dataset, base = data.get("dataset"), data.get("base")
+    if isinstance(dataset, dict) and isinstance(dataset.get("folder"), str) and dataset["folder"]:
+        dataset["folder"] = str((folder / Path(dataset["folder"]).expanduser()).resolve())
+    if isinstance(base, dict) and isinstance(base.get("source"), str) and base["source"]:
+        candidate = folder / Path(base["source"]).expanduser()
+        if candidate.exists():  # anything else may be a hub id or an embedded base
+            base["source"] = str(candidate.resolve())
+
+
+def _with_variants(data: Any, section: type[BaseModel]) -> Any:
+    """Name the default variant where a section leaves `type` out, so that `[optimizer] lr = 1e-3` means AdamW."""
+    if not isinstance(data, Mapping):
+        return data
+    filled = dict(data)
+    for name, field in section.model_fields.items():
+        value = data.get(name)
+        if not isinstance(value, Mapping):
+            continue
+        choices = _sections_in(field.annotation)
+        if field.discriminator == "type":
+            value = {"type": field.get_default(call_default_factory=True).type, **value}
+            choices = [c for c in choices if c.model_fields["type"].default == value["type"]]
+        filled[name] = _with_variants(value, choices[0]) if len(choices) == 1 else value
+    return filled
+
+
+# --- messages ---------------------------------------------------------------------------------------------------------
+
+
+def _problem(item: Mapping[str, Any]) -> Problem:
+    keys, sections = _settings_path(item["loc"])
+    where = ".".join(keys) or "settings"
+    reason = str(item["msg"]).removeprefix("Value error, ")
+    if item["type"] == "extra_forbidden":
+        names = sorted({name for section in sections for name in section.model_fields})
+        near = difflib.get_close_matches(keys[-1], names, n=3)
+        remedy = f"did you mean {' or '.join(near)}?" if near else f"known here: {', '.join(names)}"
+        return Problem(where, "there is no such setting", remedy)
+    if item["type"] == "missing":
+        return Problem(where, "is required", "add it to the file or give it with --set")
+    if item["type"] in ("union_tag_invalid", "literal_error", "union_tag_not_found"):
+        expected = item.get("ctx", {}).get("expected_tags") or item.get("ctx", {}).get("expected") or "'type'"
+        return Problem(where + (".type" if item["type"].startswith("union") else ""), f"must be one of {expected}")
+    received = item.get("input")
+    shown = "" if isinstance(received, dict) else f", got {json.dumps(received, default=str)}"
+    return Problem(where, reason[:1].lower() + reason[1:] + shown)
+
+
+def _settings_path(loc: tuple[int | str, ...]) -> tuple[list[str], list[type[BaseModel]]]:
+    """The setting's dotted name without pydantic's union tags, and the sections the last key may belong to."""
+    keys: list[str] = []
+    sections: list[type[BaseModel]] = [Settings]
+    for part in loc:
+        fields = {name: info for section in sections for name, info in section.model_fields.items()}
+        tagged = [s for s in sections if "type" in s.model_fields and s.model_fields["type"].default == part]
+        if tagged and part not in fields:
+            sections = tagged
+            continue
+        if isinstance(part, str) and re.fullmatch(r"(str|float|int|bool|tuple|list|function|literal|constrained).*\[?.*", part):
+            if part not in fields:
+                continue  # pydantic's name of a union member, not a key
+        keys.append(str(part))
+        if part in fields:
+            sections = _sections_in(fields[part].annotation) or []
+    return keys, sections
+
+
+def _sections_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [section for argument in get_args(annotation) for section in _sections_in(argument)]
