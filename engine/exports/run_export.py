@@ -1,0 +1,164 @@
+"""From trained weights to files for other programs. No file counts as exported before it was loaded back and compared."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import ExportError
+from ..families.family import Conditioning, Extras, Parts
+from ..families.loading import load
+from ..lora_weights import LoraWeights
+from ..noise import Diffusion
+from ..plan import BasePlan
+from ..precision import DTYPES
+from ..seeds import seed_of
+from ..settings.schema import Settings
+from ..state import LatentState
+from ..workspace import clean_name, disk_errors
+from .formats import write_lora
+from .metadata import build_metadata
+from .verification import verify_export
+
+# Largest difference of a prediction, relative to its spread, that rounding to a format explains.
+TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 1e-1}
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """A file or, for a fully trained base, a folder; `verification` says what loading it back showed."""
+
+    path: Path
+    format: str
+    verification: dict[str, object]
+
+
+@dataclass(frozen=True)
+class TrainedFacts:
+    """What a file says about its training."""
+
+    settings: Settings
+    steps: int
+    epochs: int
+    images: int
+
+
+def probe(base: BasePlan, parts: Parts, text: Conditioning) -> Callable[[], Tensor]:
+    """A function that returns the denoiser's prediction for one fixed noisy input, float32 on the CPU."""
+    family = base.family
+    denoiser = parts[family.spec.denoiser]
+    device = next(denoiser.parameters()).device
+    side = family.pixel_multiple(base.located) * 4 // family.vae_factor(_vae_config(base, parts))
+    config = denoiser.config
+    channels = config.in_channels if base.family.spec.denoiser == "unet" else config.in_channels // 4
+    noisy = torch.randn(1, channels, side, side, generator=torch.Generator().manual_seed(seed_of("probe")))
+    level = base.parameterisation.snap(torch.tensor([0.5], dtype=torch.float64)).to(device)
+    time = family.model_time(base.parameterisation, level)
+    conditioning = family.collate([text], device)
+    dtype = next(p.dtype for p in denoiser.parameters() if p.is_floating_point())
+
+    def predict() -> Tensor:
+        state = LatentState.single(noisy.to(device, dtype))
+        typed = {k: v.to(dtype) if v.is_floating_point() else v for k, v in conditioning.items()}
+        enabled = device.type != "cpu" and dtype != torch.float32
+        with torch.no_grad(), torch.autocast(device.type, dtype=dtype, enabled=enabled):
+            return family.forward(denoiser, state, time, typed, Extras()).latent.float().cpu()
+
+    return predict
+
+
+def _vae_config(base: BasePlan, parts: Parts) -> Any:
+    return parts["vae"].config if "vae" in parts else base.located.config("vae")
+
+
+def export_lora(
+    weights: LoraWeights,
+    folder: Path,
+    *,
+    format: str,
+    facts: TrainedFacts,
+    base: BasePlan,
+    parts: Parts,
+    predict: Callable[[], Tensor],
+    live_prediction: Tensor,
+) -> ExportResult:
+    """Write and verify one LoRA file. `parts` hold the base without adapters. Raises ExportError, removing the file."""
+    family = base.family
+    dtype = facts.settings.export.dtype
+    suffix = "" if format == family.spec.default_formats[0] else f"-{format}"
+    path = folder / f"{clean_name(facts.settings.name, fallback='lora')}{suffix}.safetensors"
+    prediction_type = base.parameterisation.prediction_type if isinstance(base.parameterisation, Diffusion) else ""
+    metadata = build_metadata(
+        facts.settings,
+        family=family.spec.id,
+        steps=facts.steps,
+        epochs=facts.epochs,
+        images=facts.images,
+        title=facts.settings.name or "LoRA",
+        trigger=facts.settings.captions.trigger,
+        prediction_type=prediction_type,
+    )
+    with disk_errors(path):
+        folder.mkdir(parents=True, exist_ok=True)
+    write_lora(weights, path, format=format, family=family.spec.id, metadata=metadata, dtype=DTYPES[dtype])
+    try:
+        verification = verify_export(
+            path,
+            pipeline=family.pipeline(parts),
+            denoiser_name=family.spec.denoiser,
+            expected=weights,
+            predict=predict,
+            live_prediction=live_prediction,
+            family=family.spec.id,
+        )
+    except ExportError:
+        path.unlink()
+        raise
+    return ExportResult(path, format, asdict(verification))
+
+
+def export_full(
+    denoiser: torch.nn.Module, folder: Path, *, facts: TrainedFacts, base: BasePlan, live_prediction: Tensor, text: Conditioning
+) -> ExportResult:
+    """Write the whole base with its trained denoiser as a diffusers folder, load the denoiser back and compare."""
+    family, located = base.family, base.located
+    name, dtype = family.spec.denoiser, facts.settings.export.dtype
+    target = folder / clean_name(facts.settings.name, fallback="model")
+    with disk_errors(target):
+        shutil.rmtree(target, ignore_errors=True)
+        if located.kind == "folder":
+            shutil.copytree(located.path, target, ignore=lambda at, names: [name] if Path(at) == located.path else [])
+        else:
+            _save_other_components(base, target)
+        copy.deepcopy(denoiser).to("cpu", DTYPES[dtype]).save_pretrained(target / name, safe_serialization=True)  # type: ignore[operator]
+    again = load(family, _relocated(base, target), [name], dtype=torch.float32, device=base.device)
+    error = float((probe(base, again, text)() - live_prediction).abs().max() / live_prediction.std().clamp_min(1e-8))
+    if not error < TOLERANCE[dtype]:
+        raise ExportError(
+            f"{target}: the saved denoiser predicts otherwise than the trained one (by {error:.2g} of the spread)",
+            "set export.dtype = 'fp32'; if that fails too, report it as a fault of the program",
+        )
+    facts_file = {"settings": facts.settings.model_dump(mode="json", exclude={"base", "dataset"}), "steps": facts.steps}
+    (target / "training.json").write_text(json.dumps(facts_file, indent=1), encoding="utf-8")
+    return ExportResult(target, "pipeline", {"max_prediction_error": error, "reader": "diffusers"})
+
+
+def _save_other_components(base: BasePlan, target: Path) -> None:
+    family = base.family
+    names = (*family.text_components(), "vae", family.spec.denoiser, "scheduler")
+    family.pipeline(load(family, base.located, names, dtype=torch.float32)).save_pretrained(target)
+
+
+def _relocated(base: BasePlan, target: Path) -> Any:
+    from ..families.sources import locate
+    from ..settings.schema import Base
+
+    return locate(Base(source=str(target)))
