@@ -2,9 +2,11 @@
 
     checkpoints/step-000500/
         manifest.json                                what is in it, with size and hash of every file
-        policy/pytorch_lora_weights.safetensors      a role's weights, in the method's own file
+        policy/weights.safetensors                   a role's weights, float32, by parameter name
         policy/optimizer.safetensors                 tensors of the optimizer state, by parameter name
         ema/weights.safetensors                      a lagging role, apart from the live weights
+
+Weights are the very numbers that train. Files for other programs are made by an export, which may fold or round them.
 
 Everything random is derived from (seed, step), and batches are a function of (seed, epoch, step), so the step is all
 there is to remember of them.
@@ -32,7 +34,7 @@ from .workspace import disk_errors
 LAYOUT_VERSION = 1
 MANIFEST = "manifest.json"
 OPTIMIZER = "optimizer.safetensors"
-LAGGING = "weights.safetensors"
+WEIGHTS = "weights.safetensors"
 LEGACY_FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")
 
 
@@ -69,9 +71,9 @@ class Manifest:
         raise CheckpointError(f"the checkpoint of step {self.step} holds no {kind} of role '{role}'")
 
 
-def file_path(folder: Path, role: str, kind: str, weights_file: str) -> Path:
+def file_path(folder: Path, role: str, kind: str) -> Path:
     """The one place that knows where an artifact lies in a checkpoint folder."""
-    return folder / role / {"weights": weights_file, "optimizer": OPTIMIZER, "lagging": LAGGING}[kind]
+    return folder / role / (OPTIMIZER if kind == "optimizer" else WEIGHTS)
 
 
 def step_folder(root: Path, step: int) -> Path:
@@ -105,21 +107,14 @@ class Writer:
             self.folder.mkdir()
         self.entries: list[Entry] = []
 
-    def path(self, role: str, kind: str, weights_file: str = "") -> Path:
-        path = file_path(self.folder, role, kind, weights_file)
-        path.parent.mkdir(exist_ok=True)
-        return path
-
-    def add(self, role: str, kind: str, path: Path, *, component: str, dtype: str) -> None:
-        """Record a file that was written at `path`."""
-        _flush(path)
-        name = path.relative_to(self.folder).as_posix()
-        self.entries.append(Entry(role, kind, component, dtype, {name: _sha256(path)}))
-
     def add_tensors(self, role: str, kind: str, tensors: Mapping[str, Tensor], *, component: str) -> None:
-        path = self.path(role, kind)
+        """Write one artifact and record its hash."""
+        path = file_path(self.folder, role, kind)
+        path.parent.mkdir(exist_ok=True)
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
-        self.add(role, kind, path, component=component, dtype="float32")
+        _flush(path)
+        files = {path.relative_to(self.folder).as_posix(): _sha256(path)}
+        self.entries.append(Entry(role, kind, component, "float32", files))
 
     def commit(self, manifest: Manifest) -> Path:
         path = self.folder / MANIFEST
@@ -158,17 +153,21 @@ def read_manifest(folder: Path) -> Manifest:
         data = json.loads(path.read_text(encoding="utf-8"))
         entries = tuple(Entry(**entry) for entry in data.pop("entries"))
         manifest = Manifest(entries=entries, **data)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}", _use_another(folder)) from error
     if manifest.layout_version != LAYOUT_VERSION:
-        raise CheckpointError(f"{folder} was written in layout {manifest.layout_version}, this program reads {LAYOUT_VERSION}")
+        raise CheckpointError(
+            f"{folder} was written in layout {manifest.layout_version}, this program reads {LAYOUT_VERSION}"
+        )
     for entry in manifest.entries:
         for name, digest in entry.files.items():
             file = folder / name
             if not file.is_file():
                 raise CheckpointError(f"{folder} is not whole: {name} is missing", _use_another(folder))
             if _sha256(file) != digest:
-                raise CheckpointError(f"{folder} is damaged: {name} has changed since it was written", _use_another(folder))
+                raise CheckpointError(
+                    f"{folder} is damaged: {name} has changed since it was written", _use_another(folder)
+                )
     return manifest
 
 

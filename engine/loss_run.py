@@ -64,7 +64,9 @@ class LossRun:
             return None
         parameterisation = self.denoiser.parameterisation
         if not isinstance(parameterisation, Diffusion):
-            raise SettingsError("objective.min_snr_gamma is for epsilon and v bases; this one is trained by flow matching")
+            raise SettingsError(
+                "objective.min_snr_gamma is for epsilon and v bases; this one is trained by flow matching"
+            )
         return min_snr_weight(parameterisation, level, min_snr_gamma).to(level.device)
 
     def mean(self, errors: LatentState, mask: LatentState | None) -> Tensor:

@@ -191,7 +191,13 @@ def level_law(settings: Denoise, *, flow: bool, scheduler: Mapping[str, Any]) ->
         distribution = settings.levels
     wanted = settings.shift
     if wanted == "auto":
-        wanted = "none" if not flow else "resolution" if scheduler.get("use_dynamic_shifting") else scheduler.get("shift", 1.0)
+        wanted = (
+            "none"
+            if not flow
+            else "resolution"
+            if scheduler.get("use_dynamic_shifting")
+            else scheduler.get("shift", 1.0)
+        )
     if wanted == "none":
         return LevelLaw(distribution, 1.0)
     if wanted != "resolution":

@@ -103,7 +103,7 @@ def checksum(module: nn.Module, *, skip: Iterable[str] = ()) -> str:
     for index, (name, tensor) in enumerate((*module.named_parameters(), *module.named_buffers())):
         if name in left_out or tensor.numel() == 0:
             continue
-        bits = tensor.detach().contiguous().view(torch.uint8).flatten().to(torch.int64)
+        bits = tensor.detach().reshape(-1).view(torch.uint8).to(torch.int64)
         position = torch.arange(bits.numel(), device=bits.device) % 8191 + 1
         plain += int(bits.sum())
         weighted += int((bits * position).sum()) * (index % 127 + 1)

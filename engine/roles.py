@@ -114,25 +114,34 @@ class Weights:
         if role == self._active:
             yield
             return
-        previous, kind = self._active, self.roles[role]
+        previous = self._active
+        self._leave(self.roles[previous])
+        self._enter(self.roles[role])
+        self._active = role
         try:
-            if kind.form == "base":
-                self._enable_adapters(False)
-            elif kind.kind == "lagging":
-                self._swap(kind)
-            else:
-                self._set_adapter(role)
-            self._active = role
             yield
         finally:
-            if kind.form == "base":
-                self._enable_adapters(True)
-            elif kind.kind == "lagging":
-                self._swap(kind)
-            else:
-                self._set_adapter(previous)
+            self._leave(self.roles[role])
+            self._enter(self.roles[previous])
             self._active = previous
             self._reassert()
+
+    def _enter(self, role: Role) -> None:
+        if role.form == "base":
+            self._enable_adapters(False)
+        elif role.kind == "lagging":
+            assert role.follows is not None
+            self._set_adapter(role.follows)
+            self._swap(role)
+        else:
+            self._set_adapter(role.name)
+
+    def _leave(self, role: Role) -> None:
+        """Undo `_enter`, so that roles may be entered from within any other."""
+        if role.form == "base":
+            self._enable_adapters(True)
+        elif role.kind == "lagging":
+            self._swap(role)
 
     @contextlib.contextmanager
     def training(self, role: str) -> Iterator[None]:

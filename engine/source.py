@@ -103,9 +103,7 @@ class DatasetSource:
     def _latent_key(self, sample: Sample) -> str:
         placement = self._placements[sample.placement]
         item = self.plan.manifest.items[placement.item]
-        facts = pixel_facts(
-            item, placement, flipped=sample.flipped, background=self.plan.settings.dataset.background
-        )
+        facts = pixel_facts(item, placement, flipped=sample.flipped, background=self.plan.settings.dataset.background)
         return fingerprint(**self._latent_facts, **facts, mask=item.mask_hash)
 
     def _encode(self, parts: Parts, jobs: list[EncodeJob]) -> list[dict[str, torch.Tensor]]:

@@ -38,6 +38,7 @@ from .proof import Movement
 from .roles import EMA, POLICY, Bundle, Weights
 from .runs import Request, Requests, RunFolder, identify
 from .sampling import Shot, sample
+from .seeds import seed_of
 from .settings.schema import Full, Settings
 from .source import DatasetSource, text_dtype
 from .versions import versions
@@ -100,16 +101,16 @@ class Trainer:
         self.step = point.step if point else 0
         self.family = plan.base.family
         self.precision = Precision(plan.base.precision, plan.base.device)
-        self.accelerator = Accelerator(cpu=plan.base.device.type == "cpu")
+        self.accelerator = Accelerator(cpu=plan.base.device.type == "cpu", mixed_precision="no")
         self.method = build_method(self.settings.method, self.family)
         self.objective = Denoise(self.settings.objective)
         self.source = DatasetSource(plan, TensorCache(workspace.cache))
         self.parts = self._encode()
         self.bundle = self._attach()
         self.base_checksum = checksum(self.bundle, skip=self.weights.trainable_names)
+        self.movement = Movement(self.weights.parameters(POLICY))  # since the start of the run, also in a resumed one
         if point is not None:
             self._restore(point)
-        self.movement = Movement(self.weights.parameters(POLICY))
         self.base_identity = plan.base.located.identity([self.family.spec.denoiser])
 
     # --- before the first step -----------------------------------------------------------------------------------------
@@ -117,7 +118,9 @@ class Trainer:
     def _encode(self) -> Parts:
         """Fill the cache; keep the VAE, the scheduler and, when they train, the text encoders."""
         located, device = self.plan.base.located, self.plan.base.device
-        parts = load(self.family, located, [*self.family.media_components(), "scheduler"], dtype=torch.float32, device=device)
+        parts = load(
+            self.family, located, [*self.family.media_components(), "scheduler"], dtype=torch.float32, device=device
+        )
         encoded = self.source.encode_images(parts, _progress(self.log, "encode images"))
         for name in self.family.media_components():
             parts[name].to("cpu")
@@ -150,17 +153,24 @@ class Trainer:
         base = self.plan.base
         name = self.family.spec.denoiser
         dtype = torch.float32 if isinstance(self.settings.method, Full) else base.dtype
-        self.parts.components.update(load(self.family, base.located, [name], dtype=dtype, device=base.device).components)
+        self.parts.components.update(
+            load(self.family, base.located, [name], dtype=dtype, device=base.device).components
+        )
         bundle = Bundle(self.family, self.parts, self.method.text_members())
+        torch.manual_seed(seed_of(self.settings.train.seed, "weights"))  # whatever was drawn while loading
         self.method.attach(bundle)
         bundle.to(base.device).train()
         if self.settings.train.gradient_checkpointing:
             bundle.denoiser.enable_gradient_checkpointing()  # type: ignore[operator]
         self.weights = Weights(bundle, self.method.roles(self.settings.train.ema_decay))
         self.root = self.accelerator.prepare(bundle)
+        self.root_parameters = list(self.root.parameters())  # finding them anew took 3 ms a step, 4 % of a small one
         self.optimizers = {
             role.name: RoleOptimizer(
-                self.settings.optimizer, self.settings.schedule, self.weights.parameters(role.name), self.plan.total_steps
+                self.settings.optimizer,
+                self.settings.schedule,
+                self.weights.parameters(role.name),
+                self.plan.total_steps,
             )
             for role in self.weights.roles.values()
             if role.kind == "trainable"
@@ -172,19 +182,26 @@ class Trainer:
 
     def _restore(self, manifest: checkpoints.Manifest) -> None:
         folder = checkpoints.step_folder(self.run_folder.checkpoints, manifest.step)
-        self.method.restore(self.bundle, checkpoints.entry_file(folder, manifest.entry(POLICY, "weights")))
-        for name, optimizer in self.optimizers.items():
-            file = checkpoints.entry_file(folder, manifest.entry(name, "optimizer"))
-            optimizer.load_state(checkpoints.read_tensors(file), manifest.optimizer[name])
         for role in self.weights.roles.values():
-            if role.kind == "lagging":
-                own = self.weights.lagging(role.name)
-                saved = checkpoints.read_tensors(checkpoints.entry_file(folder, manifest.entry(role.name, "lagging")))
-                if set(saved) != set(own):
-                    raise CheckpointError(f"{folder}: role '{role.name}' holds other weights than this run's")
-                for name, tensor in own.items():
-                    tensor.copy_(saved[name])
+            if role.kind == "trainable":
+                self._copy_in(folder, manifest.entry(role.name, "weights"), self.weights.parameters(role.name))
+                state = checkpoints.read_tensors(checkpoints.entry_file(folder, manifest.entry(role.name, "optimizer")))
+                self.optimizers[role.name].load_state(state, manifest.optimizer[role.name])
+            elif role.kind == "lagging":
+                self._copy_in(folder, manifest.entry(role.name, "lagging"), self.weights.lagging(role.name))
         self.precision.load_state(dict(manifest.scaler))
+
+    def _copy_in(self, folder: Path, entry: checkpoints.Entry, own: Mapping[str, Tensor]) -> None:
+        """Saved tensors into live ones, in place: the optimizer and the prepared root hold these very tensors."""
+        saved = checkpoints.read_tensors(checkpoints.entry_file(folder, entry))
+        odd = sorted(saved.keys() ^ own.keys()) or [name for name in own if saved[name].shape != own[name].shape]
+        if odd:
+            raise CheckpointError(
+                f"{folder}: role '{entry.role}' holds other weights than this run's, such as {odd[0]}"
+            )
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(saved[name])
 
     # --- the run -------------------------------------------------------------------------------------------------------
 
@@ -273,7 +290,7 @@ class Trainer:
         optimizer = self.optimizers[role]
         optimizer.set_step(step)
         self.precision.unscale(optimizer.optimizer)
-        clipped = self.accelerator.clip_grad_norm_(self.root.parameters(), self.settings.train.max_grad_norm)
+        clipped = self.accelerator.clip_grad_norm_(self.root_parameters, self.settings.train.max_grad_norm)
         norm = float(clipped)
         if self.precision.scale is None and not abs(norm) < float("inf"):
             raise TrainingError(
@@ -344,22 +361,23 @@ class Trainer:
                 path = self._write_checkpoint(root)
                 checkpoints.prune(root, self.settings.checkpoints.keep)
         except SafetensorError as error:  # how safetensors reports a full disk
-            raise WorkspaceError(f"cannot write a checkpoint to {root}: {error}", "free some space on the disk") from error
+            raise WorkspaceError(
+                f"cannot write a checkpoint to {root}: {error}", "free some space on the disk"
+            ) from error
         relative = path.relative_to(self.run_folder.path).as_posix()
         self.log.append(events.Checkpoint(step=self.step, path=relative))
 
     def _write_checkpoint(self, root: Path) -> Path:
         writer = checkpoints.Writer(root, self.step)
         plain: dict[str, Mapping[str, Any]] = {}
-        path = writer.path(POLICY, "weights", self.method.weights_file)
-        self.method.save(self.bundle, path)
-        writer.add(POLICY, "weights", path, component=self.family.spec.denoiser, dtype="float32")
-        for name, optimizer in self.optimizers.items():
-            tensors, plain[name] = optimizer.state()
-            writer.add_tensors(name, "optimizer", tensors, component=self.family.spec.denoiser)
+        component = self.family.spec.denoiser
         for role in self.weights.roles.values():
-            if role.kind == "lagging":
-                writer.add_tensors(role.name, "lagging", self.weights.lagging(role.name), component=self.family.spec.denoiser)
+            if role.kind == "trainable":
+                writer.add_tensors(role.name, "weights", self.weights.parameters(role.name), component=component)
+                tensors, plain[role.name] = self.optimizers[role.name].state()
+                writer.add_tensors(role.name, "optimizer", tensors, component=component)
+            elif role.kind == "lagging":
+                writer.add_tensors(role.name, "lagging", self.weights.lagging(role.name), component=component)
         return writer.commit(
             checkpoints.Manifest(
                 step=self.step,
@@ -383,7 +401,9 @@ class Trainer:
     def _finish(self) -> None:
         proof = self._proof()
         if not proof["base_unchanged"]:
-            raise TrainingError("the base's frozen weights changed during training", "report this as a fault of the program")
+            raise TrainingError(
+                "the base's frozen weights changed during training", "report this as a fault of the program"
+            )
         if not self.movement.report()["moved"]:
             raise TrainingError("no trained weight has moved", "is optimizer.lr far too small, or the run too short?")
         self.log.append(events.Progress("export", 0, 1))
@@ -404,7 +424,9 @@ class Trainer:
         predict = probe(base, self.parts, text)
         if not isinstance(self.method, LoraMethod):
             with self.evaluation():
-                yield export_full(self.bundle.denoiser, folder, facts=facts, base=base, live_prediction=predict(), text=text)
+                yield export_full(
+                    self.bundle.denoiser, folder, facts=facts, base=base, live_prediction=predict(), text=text
+                )
             return
         with self.evaluation():
             weights, live = self.method.collect(self.bundle), predict()

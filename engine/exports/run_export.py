@@ -13,15 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ExportError
+from .. import settings, trained
+from ..errors import ExportError, SettingsError
 from ..families.family import Conditioning, Extras, Parts
 from ..families.loading import load
 from ..lora_weights import LoraWeights
+from ..methods.lora import LoraMethod, remove_adapters, set_weights
 from ..noise import Diffusion
 from ..plan import BasePlan
 from ..precision import DTYPES
+from ..roles import POLICY, Bundle
+from ..runs import RunFolder
 from ..seeds import seed_of
-from ..settings.schema import Settings
+from ..settings.schema import Lora, Settings
 from ..state import LatentState
 from ..workspace import clean_name, disk_errors
 from .formats import write_lora
@@ -126,7 +130,13 @@ def export_lora(
 
 
 def export_full(
-    denoiser: torch.nn.Module, folder: Path, *, facts: TrainedFacts, base: BasePlan, live_prediction: Tensor, text: Conditioning
+    denoiser: torch.nn.Module,
+    folder: Path,
+    *,
+    facts: TrainedFacts,
+    base: BasePlan,
+    live_prediction: Tensor,
+    text: Conditioning,
 ) -> ExportResult:
     """Write the whole base with its trained denoiser as a diffusers folder, load the denoiser back and compare."""
     family, located = base.family, base.located
@@ -162,3 +172,61 @@ def _relocated(base: BasePlan, target: Path) -> Any:
     from ..settings.schema import Base
 
     return locate(Base(source=str(target)))
+
+
+def export_run(run: RunFolder, *, format: str = "", out: Path | None = None, dtype: str | None = None) -> ExportResult:
+    """Export a run's newest checkpoint, verified. `out` is a folder; unset is the run's own.
+
+    Raises ExportError when the file does not read back as what was trained, SettingsError for an unknown format.
+    """
+    found = trained.read(run)
+    base, family = found.base, found.base.family
+    chosen = found.settings.model_copy(update={"name": found.settings.name or run.name})
+    if dtype is not None:
+        chosen = settings.parse(_with(chosen, "export", "dtype", dtype), origin="--dtype")
+    facts = TrainedFacts(chosen, found.step, found.epoch + 1, images=0)
+    folder = out or run.exports
+    names = [family.spec.denoiser, *family.text_components(), "vae", "scheduler"]
+    parts = load(family, base.located, names, dtype=torch.float32, device=base.device)
+    text = family.encode_text(parts, [""])[0]
+    predict = probe(base, parts, text)
+    if found.denoiser is not None:
+        if format not in ("", "pipeline"):
+            raise SettingsError(
+                f"a fully trained base is exported as a whole pipeline, not as {format}", "leave --format out"
+            )
+        trained.replace_parameters(parts[family.spec.denoiser], found.denoiser)
+        return export_full(
+            parts[family.spec.denoiser], folder, facts=facts, base=base, live_prediction=predict(), text=text
+        )
+    assert found.lora is not None
+    wanted = format or family.spec.default_formats[0]
+    if wanted not in ("diffusers", "kohya"):
+        raise SettingsError(f"--format: there is no LoRA format '{wanted}'", "it is 'diffusers' or 'kohya'")
+    live = _prediction_with(found.lora, chosen, base, parts, predict)
+    return export_lora(
+        found.lora, folder, format=wanted, facts=facts, base=base, parts=parts, predict=predict, live_prediction=live
+    )
+
+
+def _prediction_with(
+    weights: LoraWeights, chosen: Settings, base: BasePlan, parts: Parts, predict: Callable[[], Tensor]
+) -> Tensor:
+    """The prediction with the checkpoint's adapter put on as in training, and taken off again."""
+    assert isinstance(chosen.method, Lora)
+    method = LoraMethod(chosen.method, base.family)
+    bundle = Bundle(base.family, parts, method.text_members())
+    method.attach(bundle)
+    bundle.to(base.device).eval()
+    for component, member in bundle.members.items():
+        set_weights(member, POLICY, weights.get(component, {}), "the checkpoint")
+    live = predict()
+    for member in bundle.members.values():
+        remove_adapters(member)
+    return live
+
+
+def _with(chosen: Settings, section: str, field: str, value: object) -> dict[str, Any]:
+    data = chosen.model_dump(mode="json")
+    data[section][field] = value
+    return data

@@ -17,7 +17,12 @@ LIBRARIES = ("diffusers", "transformers")
 
 
 def load(
-    family: Family, located: LocatedBase, names: Sequence[str], *, dtype: torch.dtype, device: torch.device | str = "cpu"
+    family: Family,
+    located: LocatedBase,
+    names: Sequence[str],
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
 ) -> Parts:
     """Load the named components, frozen, in eval mode.
 
@@ -58,17 +63,23 @@ def _load_component(located: LocatedBase, name: str, dtype: torch.dtype) -> Any:
         return cls.from_pretrained(located.path / name, **arguments)
     except (OSError, ValueError, KeyError, RuntimeError) as error:  # what the two libraries raise for broken files
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise BaseModelError(f"{located.name}: component '{name}' cannot be loaded: {reason}", "get the base again") from error
+        raise BaseModelError(
+            f"{located.name}: component '{name}' cannot be loaded: {reason}", "get the base again"
+        ) from error
 
 
 def _load_single_file(family: Family, located: LocatedBase, names: Sequence[str], dtype: torch.dtype) -> dict[str, Any]:
     import diffusers
 
     cls = getattr(diffusers, family.spec.pipeline_class)
-    config = located.path.with_suffix("")  # a diffusers folder of the same name gives configuration and tokenizers offline
+    config = located.path.with_suffix(
+        ""
+    )  # a diffusers folder of the same name gives configuration and tokenizers offline
     arguments: dict[str, Any] = {"config": str(config)} if (config / "model_index.json").is_file() else {}
     try:
-        pipeline = cls.from_single_file(str(located.path), torch_dtype=dtype, **arguments, **family.optional_pipeline_arguments())
+        pipeline = cls.from_single_file(
+            str(located.path), torch_dtype=dtype, **arguments, **family.optional_pipeline_arguments()
+        )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise BaseModelError(
@@ -82,6 +93,8 @@ def _require_sound(located: LocatedBase, name: str, module: nn.Module) -> None:
     """Weights left on the meta device were not in the file; non-finite ones train to nothing but NaN."""
     for parameter_name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.is_meta:
-            raise BaseModelError(f"{located.name}: {name}.{parameter_name} is missing from the weights", "get the base again")
+            raise BaseModelError(
+                f"{located.name}: {name}.{parameter_name} is missing from the weights", "get the base again"
+            )
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise BaseModelError(f"{located.name}: {name}.{parameter_name} holds NaN or infinity", "get the base again")

@@ -42,7 +42,8 @@ def open_base(base: Base) -> tuple[Family, LocatedBase]:
         family = get(base.family or "sd15")
         if not family.spec.single_file:
             raise BaseModelError(
-                f"{located.name}: {family.spec.title} is not read from a single file", "give a folder in diffusers format"
+                f"{located.name}: {family.spec.title} is not read from a single file",
+                "give a folder in diffusers format",
             )
         return family, located
     pipeline = str(located.index.get("_class_name"))

@@ -64,7 +64,11 @@ class StableDiffusion15(Family):
         """hidden: (L, D), always the tokenizer's full length, since padding tokens are part of the conditioning."""
         tokenizer, encoder = parts["tokenizer"], parts["text_encoder"]
         tokens = tokenizer(
-            list(prompts), padding="max_length", max_length=tokenizer.model_max_length, truncation=True, return_tensors="pt"
+            list(prompts),
+            padding="max_length",
+            max_length=tokenizer.model_max_length,
+            truncation=True,
+            return_tensors="pt",
         )
         uses_mask = getattr(encoder.config, "use_attention_mask", False)
         with torch.set_grad_enabled(grad):
@@ -91,7 +95,9 @@ class StableDiffusion15(Family):
         betas = scheduler.betas
         if scheduler_config.get("rescale_betas_zero_snr"):
             if kind == "epsilon":
-                raise BaseModelError("the base predicts epsilon with zero terminal SNR, where epsilon says nothing", "use v")
+                raise BaseModelError(
+                    "the base predicts epsilon with zero terminal SNR, where epsilon says nothing", "use v"
+                )
             betas = rescale_zero_terminal_snr(betas)
         return Diffusion(torch.cumprod(1.0 - betas.float(), dim=0), kind)
 
@@ -107,7 +113,9 @@ class StableDiffusion15(Family):
         conditioning: Mapping[str, Tensor],
         extras: Extras,
     ) -> LatentState:
-        prediction = denoiser(noisy[LATENT], model_time, encoder_hidden_states=conditioning["hidden"], return_dict=False)[0]
+        prediction = denoiser(
+            noisy[LATENT], model_time, encoder_hidden_states=conditioning["hidden"], return_dict=False
+        )[0]
         return LatentState.single(prediction)
 
     def optional_pipeline_arguments(self) -> dict[str, Any]:

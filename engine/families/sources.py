@@ -72,7 +72,9 @@ def locate(base: Base) -> LocatedBase:
         return _single_file(name, path)
     if _looks_like_hub_id(name):
         return _folder(name, _download(base), base.variant)
-    raise BaseModelError(f"base model {name} does not exist", "give a folder, a .safetensors file or a hub id 'owner/name'")
+    raise BaseModelError(
+        f"base model {name} does not exist", "give a folder, a .safetensors file or a hub id 'owner/name'"
+    )
 
 
 def _looks_like_hub_id(name: str) -> bool:
@@ -114,7 +116,9 @@ def _require_safe_weights(located: LocatedBase) -> None:
 
 def _single_file(name: str, path: Path) -> LocatedBase:
     if path.suffix.lower() != ".safetensors":
-        raise BaseModelError(f"{name} is not a .safetensors file", "give a .safetensors checkpoint or a diffusers folder")
+        raise BaseModelError(
+            f"{name} is not a .safetensors file", "give a .safetensors checkpoint or a diffusers folder"
+        )
     return LocatedBase(name=name, path=path, kind="single_file")
 
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
 from ..errors import CheckpointError
-from ..exports.formats import read_lora, write_lora
 from ..families.family import Family
 from ..lora_weights import LoraLayer, LoraWeights
 from ..roles import BASE, EMA, POLICY, Bundle, Role, adapter_layers, ema_keep
@@ -23,8 +20,6 @@ TEXT_TARGETS = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2", "q", "k"
 
 class LoraMethod:
     """See `Method`."""
-
-    weights_file = "pytorch_lora_weights.safetensors"  # the name diffusers' loader looks for
 
     def __init__(self, settings: Lora, family: Family) -> None:
         self.settings = settings
@@ -52,18 +47,6 @@ class LoraMethod:
             }
             for component, member in bundle.members.items()
         }
-
-    def save(self, bundle: Bundle, path: Path) -> None:
-        write_lora(
-            self.collect(bundle), path, format="diffusers", family=self.family.spec.id, metadata={}, dtype=torch.float32
-        )
-
-    def restore(self, bundle: Bundle, path: Path) -> None:
-        file = read_lora(path, self.family.spec.id)
-        if file.leftover:
-            raise CheckpointError(f"{path} holds weights that this run does not have: {', '.join(file.leftover[:3])}")
-        for component, member in bundle.members.items():
-            set_weights(member, POLICY, file.weights.get(component, {}), f"{path.parent.name}/{path.name}")
 
 
 def add_adapter(module: nn.Module, settings: Lora, modules: list[str], name: str = POLICY) -> None:
@@ -114,6 +97,24 @@ def layer_weights(layer: Any, adapter: str, settings: Lora) -> LoraLayer:
     )
 
 
+def weights_from_parameters(parameters: Mapping[str, Tensor], settings: Lora) -> LoraWeights:
+    """Adapter parameters by their names in a `Bundle`, as a checkpoint holds them -> weights by component and module."""
+    found: dict[str, dict[str, LoraLayer]] = {}
+    for name, down in parameters.items():
+        stem, middle, _ = name.partition(f".lora_A.{POLICY}.weight")
+        if not middle:
+            continue
+        _, component, module = stem.split(".", 2)
+        found.setdefault(component, {})[module] = LoraLayer(
+            down=down,
+            up=parameters[f"{stem}.lora_B.{POLICY}.weight"],
+            alpha=settings.effective_alpha,
+            rank_stabilised=settings.rank_stabilised,
+            magnitude=parameters.get(f"{stem}.lora_magnitude_vector.{POLICY}.weight"),
+        )
+    return found
+
+
 def set_weights(module: nn.Module, adapter: str, weights: Mapping[str, LoraLayer], origin: str) -> None:
     """Copy weights into an adapter in place. Raises CheckpointError unless modules and shapes are exactly the same."""
     layers = adapter_layers(module)
@@ -131,7 +132,9 @@ def set_weights(module: nn.Module, adapter: str, weights: Mapping[str, LoraLayer
             pairs.append((magnitudes[adapter].weight, source.magnitude))
         for parameter, value in pairs:
             if value is None or parameter.numel() != value.numel():
-                raise CheckpointError(f"{origin}: {path} has another shape than this run's adapter", "same rank, same method?")
+                raise CheckpointError(
+                    f"{origin}: {path} has another shape than this run's adapter", "same rank, same method?"
+                )
             parameter.data.copy_(value.reshape(parameter.shape))
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ..families.family import Family
-from ..settings.schema import Full, Lora, Method as MethodSettings
+from ..settings.schema import Full, Lora
+from ..settings.schema import Method as MethodSettings
 from .full import FullMethod
 from .lora import LoraMethod
 from .method import Method

@@ -148,7 +148,9 @@ def _settings_path(loc: tuple[int | str, ...]) -> tuple[list[str], list[type[Bas
         if tagged and part not in fields:
             sections = tagged
             continue
-        if isinstance(part, str) and re.fullmatch(r"(str|float|int|bool|tuple|list|function|literal|constrained).*\[?.*", part):
+        if isinstance(part, str) and re.fullmatch(
+            r"(str|float|int|bool|tuple|list|function|literal|constrained).*\[?.*", part
+        ):
             if part not in fields:
                 continue  # pydantic's name of a union member, not a key
         keys.append(str(part))

@@ -104,7 +104,9 @@ class Buckets(Section):
         description="Bucket sides are multiples of this many px. Unset takes the smallest that the base allows, at least "
         "64 for bases of 512 px and more.",
     )
-    max_aspect: float = Field(2.0, ge=1.0, le=8.0, description="Longest side divided by shortest side of a bucket, at most.")
+    max_aspect: float = Field(
+        2.0, ge=1.0, le=8.0, description="Longest side divided by shortest side of a bucket, at most."
+    )
     upscale: bool = Field(
         True, description="Enlarge images that are smaller than their bucket. Off gives them a smaller bucket instead."
     )
@@ -118,7 +120,9 @@ class Lora(Section):
     """Low-rank adapters beside frozen weights (Hu et al. 2021, arXiv:2106.09685)."""
 
     type: Literal["lora"] = "lora"
-    rank: int = Field(16, ge=1, le=1024, description="Width of the adapter. More can learn more and makes a larger file.")
+    rank: int = Field(
+        16, ge=1, le=1024, description="Width of the adapter. More can learn more and makes a larger file."
+    )
     alpha: float | None = Field(
         None, gt=0.0, le=4096.0, description="Adapter strength is alpha / rank. Unset means alpha = rank, strength 1."
     )
@@ -321,15 +325,20 @@ LearningRateSchedule = Annotated[Constant | Linear | Cosine | CosineRestarts, Fi
 class Train(Section):
     """Length, batches and numbers of the run."""
 
-    steps: int | None = Field(None, ge=1, le=10_000_000, description="Optimizer steps. Give steps or epochs; 1500 if neither.")
+    steps: int | None = Field(
+        None, ge=1, le=10_000_000, description="Optimizer steps. Give steps or epochs; 1500 if neither."
+    )
     epochs: int | None = Field(None, ge=1, le=100_000, description="Passes over the data set, instead of steps.")
     batch_size: int = Field(1, ge=1, le=1024, description="Images a step looks at together. More needs more memory.")
     accumulation: int = Field(1, ge=1, le=1024, description="Batches whose gradients are added before one step.")
     seed: int = Field(0, ge=0, le=2**31 - 1, description="Start of every random draw; same seed, same run.")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
-        "auto", description="Number format of the computation. 'auto' is bf16 where the device has it, else fp16, fp32 on a CPU."
+        "auto",
+        description="Number format of the computation. 'auto' is bf16 where the device has it, else fp16, fp32 on a CPU.",
     )
-    gradient_checkpointing: bool = Field(False, description="Compute activations twice: much less memory, a third slower.")
+    gradient_checkpointing: bool = Field(
+        False, description="Compute activations twice: much less memory, a third slower."
+    )
     max_grad_norm: float = Field(1.0, gt=0.0, le=1000.0, description="Longer gradients are shortened to this length.")
     ema_decay: float | None = Field(
         None,
@@ -366,7 +375,9 @@ class Samples(Section):
 class Checkpoints(Section):
     """What is saved so that nothing is lost."""
 
-    every: int = Field(250, ge=1, le=1_000_000, description="Steps between checkpoints; pulling the plug costs at most these.")
+    every: int = Field(
+        250, ge=1, le=1_000_000, description="Steps between checkpoints; pulling the plug costs at most these."
+    )
     keep: int = Field(4, ge=1, le=10_000, description="The newest so many are kept; older ones are removed.")
 
 

@@ -1,0 +1,211 @@
+"""Pictures from a run, a LoRA file or a base, as the base's own pipeline draws them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+
+from . import trained
+from .errors import LoraFileError, SettingsError
+from .exports.formats import read_lora, write_lora
+from .exports.metadata import settings_from_metadata
+from .exports.verification import load_into_pipeline
+from .families.family import Parts
+from .families.loading import load
+from .lora_weights import LoraWeights
+from .plan import BasePlan, plan_base
+from .precision import Precision
+from .runs import RunFolder
+from .sampling import Shot, sample
+from .settings.schema import Base, Dataset, Settings
+from .workspace import Workspace, disk_errors, make_folder
+
+ADAPTER = "preview"
+GAP_PX = 4
+
+
+class Previewer:
+    """A base, kept loaded, with at most one LoRA on it. One instance draws any number of pictures."""
+
+    def __init__(self, base: BasePlan) -> None:
+        family = base.family
+        self.base = base
+        self.precision = Precision(base.precision, base.device)
+        names = (family.spec.denoiser, *family.text_components(), *family.media_components(), "scheduler")
+        self.parts: Parts = load(family, base.located, names, dtype=base.dtype, device=base.device)
+        self._has_lora = False
+
+    def load_lora(self, path: Path) -> None:
+        """Put a LoRA file on the base. Raises LoraFileError when not every key of it is used."""
+        report = load_into_pipeline(self.base.family.pipeline(self.parts), path, adapter_name=ADAPTER)
+        if not report.complete:
+            odd = [*report.missing, *report.unread]
+            raise LoraFileError(
+                f"{path.name} does not fit {self.base.located.name}: {len(odd)} of its layers are not there, for instance "
+                f"{odd[0]}",
+                "choose the base that it was trained on",
+            )
+        self._has_lora = True
+
+    def load_denoiser(self, state: dict[str, torch.Tensor]) -> None:
+        """Replace the denoiser's weights by fully trained ones."""
+        trained.replace_parameters(self.parts[self.base.family.spec.denoiser], state)
+
+    def draw(
+        self, prompts: Sequence[str], seeds: Sequence[int], shot: Shot, *, negative: str = "", strength: float = 1.0
+    ) -> list[Image.Image]:
+        """One picture for each prompt. Strength scales the LoRA; 0 draws the base as it is."""
+        family = self.base.family
+        if self._has_lora:
+            family.pipeline(self.parts).set_adapters([ADAPTER], adapter_weights=[strength])
+        conditioning = family.encode_text(self.parts, [*prompts, negative])
+        return sample(family, self.parts, conditioning[:-1], conditioning[-1], seeds, shot, self.precision)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What pictures are made with: settings for the base, and adapter weights, a LoRA file, a denoiser, or nothing."""
+
+    settings: Settings
+    lora: LoraWeights | None = None
+    file: Path | None = None
+    denoiser: dict[str, torch.Tensor] | None = None
+
+
+def open_source(source: Path | RunFolder, base: str | None) -> Source:
+    """A run's newest checkpoint, a LoRA file with the base it names, or a base folder alone."""
+    if isinstance(source, RunFolder):
+        found = trained.read(source)
+        chosen = found.settings if base is None else _with_base(found.settings, base)
+        return Source(chosen, lora=found.lora, denoiser=dict(found.denoiser) if found.denoiser else None)
+    if source.is_dir():
+        return Source(_bare_settings(str(source)))
+    file = read_lora(source)
+    return Source(_bare_settings(base or named_base(file.metadata, source)), file=source)
+
+
+def named_base(metadata: dict[str, str], path: Path) -> str:
+    """The base that a LoRA file says it was trained on. Raises SettingsError when it says none that can be opened."""
+    settings = settings_from_metadata(metadata) if metadata.get("safelight.settings") else {}
+    section = settings.get("base")
+    named = section.get("source") if isinstance(section, dict) else None
+    if not isinstance(named, str) or "/" not in named:
+        raise SettingsError(f"{path.name} does not say which base it belongs to", "name it with --base")
+    return named
+
+
+def _bare_settings(base: str) -> Settings:
+    return Settings(base=Base(source=base), dataset=Dataset(folder="."))
+
+
+def _with_base(settings: Settings, base: str) -> Settings:
+    return settings.model_copy(update={"base": Base(source=base)})
+
+
+def preview(
+    source: Path | RunFolder,
+    *,
+    workspace: Workspace,
+    prompts: Sequence[str],
+    seed: int,
+    steps: int | None,
+    guidance_scale: float | None,
+    size: tuple[int, int] | None,
+    strengths: Sequence[float],
+    base: str | None,
+    negative_prompt: str,
+    out: Path,
+) -> list[Path]:
+    """Draw every prompt at every strength, with the same seed at each strength, into PNG files with their making inside.
+
+    Several strengths also give one strip a prompt. Prompts default to the run's own. Returns the written files.
+    """
+    opened = open_source(source, base)
+    prompts = tuple(prompts) or opened.settings.samples.prompts
+    if not prompts:
+        raise SettingsError("there is nothing to draw", "give --prompt")
+    previewer = open_previewer(opened, workspace)
+    shot = shot_for(previewer.base, steps, guidance_scale, size)
+    seeds = [seed + index for index in range(len(prompts))]
+    make_folder(out)
+    written: list[Path] = []
+    columns: list[list[Image.Image]] = [[] for _ in prompts]
+    for strength in strengths:
+        pictures = previewer.draw(prompts, seeds, shot, negative=negative_prompt, strength=strength)
+        for index, picture in enumerate(pictures):
+            facts = {
+                "prompt": prompts[index],
+                "seed": seeds[index],
+                "strength": strength,
+                "base": previewer.base.located.name,
+            }
+            facts |= {"steps": shot.steps, "guidance_scale": shot.guidance_scale, "negative_prompt": negative_prompt}
+            name = f"{index:02d}-seed{seeds[index]}-strength{strength:g}.png"
+            written.append(save_png(picture, out / name, facts))
+            columns[index].append(picture)
+    if len(strengths) > 1:
+        for index, row in enumerate(columns):
+            facts = {"prompt": prompts[index], "seed": seeds[index], "strengths": list(strengths)}
+            written.append(save_png(strip(row), out / f"{index:02d}-seed{seeds[index]}-sweep.png", facts))
+    return written
+
+
+def open_previewer(source: Source, workspace: Workspace) -> Previewer:
+    """A previewer with the source's weights in place."""
+    previewer = Previewer(plan_base(source.settings))
+    if source.denoiser is not None:
+        previewer.load_denoiser(source.denoiser)
+    if source.file is not None:
+        previewer.load_lora(source.file)
+    if source.lora is not None:
+        folder = make_folder(workspace.cache / "previews")
+        path = folder / f"{id(source):x}.safetensors"
+        family = previewer.base.family.spec.id
+        try:
+            write_lora(source.lora, path, format="diffusers", family=family, metadata={}, dtype=torch.float32)
+            previewer.load_lora(path)
+        finally:
+            path.unlink(missing_ok=True)
+    return previewer
+
+
+def shot_for(base: BasePlan, steps: int | None, guidance_scale: float | None, size: tuple[int, int] | None) -> Shot:
+    """Unset values are what suits the base. Raises SettingsError for a size the base cannot draw."""
+    family = base.family
+    usual_steps, usual_guidance = family.preview_defaults(base.located)
+    multiple = family.pixel_multiple(base.located)
+    side = family.resolution(base.located) // multiple * multiple
+    height, width = size or (side, side)
+    if height % multiple or width % multiple or min(height, width) < multiple:
+        raise SettingsError(
+            f"a picture of {height} x {width} px cannot be drawn on this base",
+            f"sides must be multiples of {multiple}",
+        )
+    guidance = usual_guidance if guidance_scale is None else guidance_scale
+    return Shot((height, width), steps or usual_steps, guidance)
+
+
+def strip(pictures: Sequence[Image.Image]) -> Image.Image:
+    """Pictures side by side."""
+    width = sum(p.width for p in pictures) + GAP_PX * (len(pictures) - 1)
+    sheet = Image.new("RGB", (width, max(p.height for p in pictures)), "white")
+    left = 0
+    for picture in pictures:
+        sheet.paste(picture, (left, 0))
+        left += picture.width + GAP_PX
+    return sheet
+
+
+def save_png(picture: Image.Image, path: Path, facts: dict[str, object]) -> Path:
+    """Write a PNG that says how it was made."""
+    info = PngInfo()
+    for key, value in facts.items():
+        info.add_itxt(key, str(value))
+    with disk_errors(path):
+        picture.save(path, pnginfo=info)
+    return path
