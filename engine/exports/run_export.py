@@ -60,10 +60,9 @@ def probe(base: BasePlan, parts: Parts, text: Conditioning) -> Callable[[], Tens
     family = base.family
     denoiser = parts[family.spec.denoiser]
     device = next(denoiser.parameters()).device
-    side = family.pixel_multiple(base.located) * 4 // family.vae_factor(_vae_config(base, parts))
-    config = denoiser.config
-    channels = config.in_channels if base.family.spec.denoiser == "unet" else config.in_channels // 4
-    noisy = torch.randn(1, channels, side, side, generator=torch.Generator().manual_seed(seed_of("probe")))
+    vae = _vae_config(base, parts)
+    side = family.pixel_multiple(base.located) * 4 // family.vae_factor(vae)
+    noisy = torch.randn(1, vae["latent_channels"], side, side, generator=torch.Generator().manual_seed(seed_of("probe")))
     level = base.parameterisation.snap(torch.tensor([0.5], dtype=torch.float64)).to(device)
     time = family.model_time(base.parameterisation, level)
     conditioning = family.collate([text], device)
