@@ -1,0 +1,744 @@
+"""The commands. Each one reads its arguments, calls the engine, and shows what came back.
+
+Exit codes: 0 ended as it should; 2 something to be changed by the user, said in one line with a hint; 1 a fault of the
+program, with its traceback in a file.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Self
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.table import Table
+
+from . import __version__, presets, runs, settings
+from .errors import DatasetError, Problem, RunError, SafelightError, SettingsError
+from .events import RunState
+from .runs import RunFolder
+from .settings import reference
+from .workspace import Workspace, locate, write_atomic
+
+if TYPE_CHECKING:
+    from .data.buckets import BucketPlan
+    from .data.manifest import Manifest
+
+FOLLOW_S = 0.3
+EXIT_OK, EXIT_BUG, EXIT_USER = 0, 1, 2
+
+app = typer.Typer(
+    name="safelight",
+    help="Teach image diffusion models something new. Without a command, the page opens in the browser; it takes "
+    "--port, --no-browser and --workspace.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+WorkspaceOption = Annotated[
+    Path | None, typer.Option("--workspace", help="Folder for everything; otherwise SAFELIGHT_HOME or ~/safelight.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for other programs.")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", help="Change a setting, for example --set optimizer.lr=1e-4. Repeatable.")
+]
+PresetOption = Annotated[str | None, typer.Option("--preset", help="Start from a preset: a name, or a .toml file.")]
+RunArgument = Annotated[str, typer.Argument(help="The run: its name, 'project/name', or its folder.")]
+DetachOption = Annotated[bool, typer.Option("--detach", help="Return at once; the run goes on by itself.")]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code. Errors go to stderr, in one line with a hint, never as a traceback."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        app(args=arguments, prog_name="safelight")
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else EXIT_OK if ended.code is None else EXIT_USER
+    except SafelightError as error:
+        if "--json" in arguments:
+            _print_json({"error": error.as_dict()})
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USER
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:  # the edge of the program: our fault, shown as one
+        print(f"this is a bug in safelight: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"the details for a bug report are in {_write_traceback()}", file=sys.stderr)
+        return EXIT_BUG
+    return EXIT_OK
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Show the version and end.", is_eager=True)] = False,
+) -> None:
+    if version:
+        print(f"safelight {__version__}")
+        raise typer.Exit
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def scan(
+    folder: Annotated[Path, typer.Argument(help="Folder with images and captions.")],
+    change: SetOption = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Look at every image and caption of a folder and say what is wrong.
+
+    Example: safelight scan photos
+    """
+    manifest = _scan(_data_settings(folder, "embedded/unet", change))
+    if json_output:
+        _print_json(
+            {
+                "folder": manifest.folder,
+                "images": len(manifest.items),
+                "captioned": manifest.captioned,
+                "formats": manifest.formats,
+                "samples_per_epoch": manifest.samples_per_epoch,
+                **{name: _problems(getattr(manifest, name)) for name in ("problems", "notes", "left_out")},
+            }
+        )
+    else:
+        print(f"{len(manifest.items)} usable images in {manifest.folder}, {manifest.captioned} with a caption")
+        _print_problems("Problems", manifest.problems)
+        _print_problems("Left out", manifest.left_out)
+        _print_problems("Notes", manifest.notes)
+    raise typer.Exit(EXIT_USER if manifest.problems or not manifest.items else EXIT_OK)
+
+
+@app.command()
+def buckets(
+    folder: Annotated[Path, typer.Argument(help="Folder with images.")],
+    base: Annotated[str, typer.Option(help="The base model, whose sizes count.")] = "embedded/unet",
+    change: SetOption = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Show which size each image is trained at, and what is cut off.
+
+    Example: safelight buckets photos --base embedded/unet --set train.batch_size=4
+    """
+    chosen = _data_settings(folder, base, change)
+    manifest = _scan(chosen)
+    plan = _plan_buckets(chosen, manifest)
+    rows = [
+        {"height": bucket.size[0], "width": bucket.size[1], "images": len(bucket.placements)} for bucket in plan.buckets
+    ]
+    if json_output:
+        report = {"buckets": rows, "left_out": _problems(plan.left_out), "batches_per_epoch": plan.batches_per_epoch}
+        _print_json({**report, "mean_crop_loss": plan.mean_crop_loss})
+        return
+    table = Table("height", "width", "images")
+    for row in rows:
+        table.add_row(*(str(value) for value in row.values()))
+    Console().print(table)
+    print(f"{plan.batches_per_epoch} batches an epoch; {plan.mean_crop_loss:.1%} of the area is cut off on average")
+    _print_problems("Left out", (*manifest.left_out, *plan.left_out))
+
+
+@app.command()
+def caption(
+    folder: Annotated[Path, typer.Argument(help="Folder with images.")],
+    template: Annotated[
+        str, typer.Option(help="Text for each image, with {name}, {folder}, {trigger}, {index}, {width}, {height}.")
+    ] = "",
+    trigger: Annotated[str, typer.Option(help="Words for {trigger}.")] = "",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Also images that have a caption.")] = False,
+    undo: Annotated[bool, typer.Option("--undo", help="Take the last change of this folder's captions back.")] = False,
+    workspace: WorkspaceOption = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Write captions from a template, into .txt files beside the images. Can be undone.
+
+    Example: safelight caption photos --template "a photo of sks dog, {name}"
+    """
+    journal = locate(workspace).caption_journal(folder)
+    if undo:
+        _undo_captions(journal, json_output)
+        return
+    if not template:
+        raise SettingsError("say what to write", 'for example --template "a photo of sks dog", or --undo')
+    from .captioners import captioner
+    from .captioners.template import TemplateCaptioner
+
+    manifest = _scan(_data_settings(folder, "embedded/unet", ["dataset.missing_captions=empty"]))
+    report = captioner.run(
+        TemplateCaptioner(template, trigger=trigger),
+        manifest.items,
+        folder=manifest.folder,
+        journal=journal,
+        policy="overwrite" if overwrite else "keep",
+        batch_size=max(1, len(manifest.items)),  # one change, so that one --undo takes all of it back
+    )
+    failed = [Problem(item.name, item.reason) for item in report.outcomes if item.status == "failed"]
+    counts = {"written": report.count("written"), "kept": report.count("skipped")}
+    if json_output:
+        _print_json({**counts, "failed": _problems(failed), "problems": _problems(manifest.problems)})
+    else:
+        print(f"{counts['written']} captions written, {counts['kept']} kept; --undo takes it back")
+        _print_problems("Failed", failed)
+        _print_problems("Problems", manifest.problems)
+    raise typer.Exit(EXIT_USER if failed else EXIT_OK)
+
+
+def _undo_captions(journal: Path, json_output: bool) -> None:
+    from .data import captions
+
+    history = captions.history(journal)
+    if not history:
+        raise DatasetError("there is no change of these captions to take back", "only changes made here can be undone")
+    kept = captions.undo(journal, history[0])
+    if json_output:
+        _print_json({"undone": history[0], "kept": _problems(kept)})
+    else:
+        print("the last change of the captions was taken back")
+        _print_problems("Left as they are", kept)
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def train(
+    settings_file: Annotated[
+        Path | None, typer.Argument(metavar="[SETTINGS.toml]", help="File with the settings of the run.")
+    ] = None,
+    change: SetOption = None,
+    preset: PresetOption = None,
+    project: Annotated[str, typer.Option(help="Project that the run belongs to.")] = "default",
+    name: Annotated[str, typer.Option(help="Name of the run; otherwise made from the data set and the time.")] = "",
+    detach: DetachOption = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only check, and show what would be done.")] = False,
+    workspace: WorkspaceOption = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Train a model as the settings say. Ctrl-C saves and stops; `safelight resume` goes on.
+
+    Example: safelight train --set base.source=embedded/unet --set dataset.folder=photos --preset embedded-lora
+    """
+    place = locate(workspace)
+    chosen = read_settings(place, settings_file, preset, change or [])
+    if dry_run:
+        _show_plan(chosen, json_output)
+        return
+    run = runs.create(place, chosen, project=project, name=name)
+    runs.start(place, run, foreground=not detach)
+    _started(run, detach, json_output)
+
+
+@app.command()
+def resume(
+    name: RunArgument,
+    detach: DetachOption = False,
+    workspace: WorkspaceOption = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Go on with a run that was stopped, failed or died, from its last checkpoint.
+
+    Example: safelight resume photos-20260101-120000
+    """
+    place = locate(workspace)
+    run = runs.find(place, name)
+    if not runs.has_checkpoint(run) and not json_output:
+        print(f"run '{run.name}' has saved nothing yet, so it starts from the beginning")
+    runs.start(place, run, resume=True, foreground=not detach)
+    _started(run, detach, json_output)
+
+
+@app.command()
+def stop(
+    name: RunArgument,
+    abort: Annotated[bool, typer.Option("--abort", help="End without saving.")] = False,
+    kill: Annotated[bool, typer.Option("--kill", help="End the process by force, when nothing else helps.")] = False,
+    workspace: WorkspaceOption = None,
+) -> None:
+    """Ask a run to save and stop.
+
+    Example: safelight stop photos-20260101-120000
+    """
+    run = runs.find(locate(workspace), name)
+    if kill:
+        if not runs.kill(run):
+            raise RunError(f"run '{run.name}' has no process on this machine", "there is nothing to end")
+        print(f"the process of run '{run.name}' was ended")
+        return
+    runs.ask(run, "abort" if abort else "stop")
+    print(f"asked run '{run.name}' to {'end without saving' if abort else 'save and stop'}")
+
+
+@app.command(name="runs")
+def list_runs(
+    name: Annotated[str | None, typer.Argument(help="One run only, in detail.")] = None,
+    workspace: WorkspaceOption = None,
+    json_output: JsonOption = False,
+) -> None:
+    """List runs and how they are.
+
+    Example: safelight runs --json
+    """
+    place = locate(workspace)
+    if name is not None:
+        run = runs.find(place, name)
+        state = runs.status(run)
+        _print_json(describe(run, state)) if json_output else _print_state(run, state)
+        return
+    listed = runs.list_runs(place)
+    if json_output:
+        _print_json([{"project": item.project, **describe(item.run, item.state)} for item in listed])
+        return
+    if not listed:
+        print(f"no runs in {place.root}")
+        return
+    table = Table("project", "run", "status", "step", "loss", "left")
+    for item in listed:
+        table.add_row(item.project, item.run.name, item.state.status, *_figures(item.state))
+    Console().print(table)
+
+
+@app.command(name="settings")
+def show_settings(
+    settings_file: Annotated[
+        Path | None, typer.Argument(metavar="[SETTINGS.toml]", help="File to check and complete.")
+    ] = None,
+    change: SetOption = None,
+    preset: PresetOption = None,
+    workspace: WorkspaceOption = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Explain every setting; with a file, a preset or --set, check them and show the complete result.
+
+    Example: safelight settings run.toml --set train.steps=500
+    """
+    if settings_file or preset or change:
+        chosen = read_settings(locate(workspace), settings_file, preset, change or [])
+        _print_json(chosen.model_dump(mode="json")) if json_output else print(settings.to_toml(chosen), end="")
+    elif json_output:
+        _print_json(settings.Settings.model_json_schema())
+    else:
+        for line in explain_settings():
+            print(line)
+
+
+@app.command(name="presets")
+def list_presets(
+    name: Annotated[str | None, typer.Argument(help="One preset: show what it sets.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Make a preset of that name from a settings file.")] = None,
+    workspace: WorkspaceOption = None,
+    json_output: JsonOption = False,
+) -> None:
+    """List presets, show one, or save one.
+
+    Example: safelight presets my-style --save run.toml
+    """
+    place = locate(workspace)
+    if save is not None:
+        if name is None:
+            raise SettingsError("give the preset a name", "for example `safelight presets my-style --save run.toml`")
+        print(f"saved {presets.save(place, name, read_settings(place, save, None, []))}")
+    elif name is not None:
+        chosen = presets.load(name, place)
+        _print_json(chosen.data) if json_output else print(presets.to_toml(chosen), end="")
+    elif json_output:
+        found = presets.available(place)
+        _print_json([{"name": item.name, "about": item.about, "shipped": item.shipped} for item in found])
+    else:
+        for item in presets.available(place):
+            print(f"{item.name}{'' if item.shipped else ' (your own)'}\n    {item.about}")
+
+
+@app.command()
+def doctor(workspace: WorkspaceOption = None, json_output: JsonOption = False) -> None:
+    """Say what this machine can do, and what is wrong with the installation.
+
+    Example: safelight doctor
+    """
+    from .doctor import as_text, examine
+
+    report = examine(locate(workspace))
+    _print_json(report.as_dict()) if json_output else print(as_text(report))
+    raise typer.Exit(EXIT_USER if report.problems else EXIT_OK)
+
+
+# --- pictures and files -----------------------------------------------------------------------------------------------
+
+
+@app.command()
+def demo(
+    base: Annotated[str, typer.Option(help="Which embedded base: 'unet' or 'flow'.")] = "unet",
+    workspace: WorkspaceOption = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Train a small LoRA on pictures that are drawn for it, on a CPU in minutes, and show before and after.
+
+    Example: safelight demo
+    """
+    if base not in ("unet", "flow"):
+        raise SettingsError(f"--base: there is no embedded base '{base}'", "it is 'unet' or 'flow'")
+    from .demo import run_demo
+
+    with _Bar(silent=json_output) as bar:
+        result = run_demo(locate(workspace), base, bar.phase)
+    figures = {"before": result.before, "after": result.after, "run": result.run.path}
+    if json_output:
+        _print_json({"contact_sheet": result.contact_sheet, "lora": result.lora, **figures})
+        return
+    print(f"pictures in the taught style: {result.before:.0%} before, {result.after:.0%} after")
+    print(f"pictures: {result.contact_sheet}\nLoRA:     {result.lora}\nrun:      {result.run.path}")
+
+
+@app.command()
+def preview(
+    source: Annotated[str, typer.Argument(help="A run, or a LoRA file.")],
+    prompt: Annotated[list[str] | None, typer.Option(help="What to draw. Repeatable; otherwise as in the run.")] = None,
+    strength: Annotated[list[float] | None, typer.Option(help="Strength of the LoRA. Repeatable.")] = None,
+    base: Annotated[str | None, typer.Option(help="The base model; otherwise the one that was trained on.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the first picture.", min=0)] = 0,
+    steps: Annotated[int | None, typer.Option(help="Sampler steps; otherwise the base's usual number.", min=1)] = None,
+    guidance_scale: Annotated[float | None, typer.Option("--guidance", help="Guidance scale.", min=0.0)] = None,
+    size: Annotated[str, typer.Option(help="HEIGHTxWIDTH in px; otherwise the base's own.")] = "",
+    negative_prompt: Annotated[str, typer.Option(help="What guidance moves away from.")] = "",
+    out: Annotated[Path, typer.Option(help="Folder for the pictures.")] = Path("previews"),
+    workspace: WorkspaceOption = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Draw pictures with what was trained.
+
+    Example: safelight preview my-run --prompt "a red circle" --strength 0 --strength 1
+    """
+    from .preview import preview as draw
+
+    place = locate(workspace)
+    written = draw(
+        _source(place, source),
+        workspace=place,
+        prompts=tuple(prompt or ()),
+        seed=seed,
+        steps=steps,
+        guidance_scale=guidance_scale,
+        size=_size(size) if size else None,
+        strengths=tuple(strength or (1.0,)),
+        base=base,
+        negative_prompt=negative_prompt,
+        out=out,
+    )
+    if json_output:
+        _print_json({"pictures": written})
+    else:
+        for path in written:
+            print(path)
+
+
+@app.command()
+def export(
+    name: RunArgument,
+    format: Annotated[str, typer.Option(help="File format; otherwise what the family's users load most.")] = "",
+    out: Annotated[Path | None, typer.Option(help="Folder for the file; otherwise the one of the run.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="fp32, fp16 or bf16; otherwise what the settings say.")] = None,
+    workspace: WorkspaceOption = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Write a run's newest checkpoint as a file for other programs, and check it by loading it back.
+
+    Example: safelight export my-run --format kohya --dtype fp16
+    """
+    from .exports.run_export import export_run
+
+    result = export_run(runs.find(locate(workspace), name), format=format, out=out, dtype=dtype)
+    if json_output:
+        _print_json({"path": result.path, "verification": result.verification})
+    else:
+        print(f"{result.path}\nverified: {result.verification}")
+
+
+@app.command()
+def verify(
+    path: Annotated[Path, typer.Argument(help="A LoRA file.")],
+    base: Annotated[str | None, typer.Option(help="The base model it should fit.")] = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Say what a LoRA file holds and whether it loads onto its base.
+
+    Example: safelight verify my-lora.safetensors --base embedded/unet
+    """
+    from .exports.verify_file import verify_file
+
+    found = verify_file(path, base=base)
+    if json_output:
+        _print_json(found)
+    else:
+        for key, value in found.items():
+            print(f"{key}: {value}")
+
+
+def _source(place: Workspace, text: str) -> Path | RunFolder:
+    path = Path(text).expanduser()
+    return path if path.suffix == ".safetensors" else runs.find(place, text)
+
+
+def _size(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+)[xX×](\d+)", text.strip())
+    if not found:
+        raise SettingsError(f"--size: '{text}' is not a size", "write height x width in px, for example 512x768")
+    return int(found[1]), int(found[2])
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+
+def read_settings(place: Workspace, file: Path | None, preset: str | None, changes: Iterable[str]) -> settings.Settings:
+    """Settings from a preset, a file over it, and `section.field=value` changes over both. Raises SettingsError.
+
+    Relative paths are relative to the file they stand in; those in changes to the current folder.
+    """
+    data: dict[str, Any] = {}
+    if file is not None:
+        data = settings.read_toml(file)
+        _relative_to(file.parent, data)
+    if preset is not None:
+        data = presets.merge(presets.load(preset, place), data)
+    for change in changes:
+        settings.set_dotted(data, change)
+    _relative_to(Path.cwd(), data)
+    return settings.parse(data, origin=file.name if file else "settings")
+
+
+def _relative_to(folder: Path, data: Mapping[str, Any]) -> None:
+    for section, key in (("dataset", "folder"), ("base", "source")):
+        values = data.get(section)
+        if not isinstance(values, dict) or not isinstance(values.get(key), str) or not values[key]:
+            continue
+        path = (folder / Path(values[key]).expanduser()).absolute()
+        if section == "dataset" or path.exists():  # another base may be a hub id or an embedded one
+            values[key] = str(path)
+
+
+def explain_settings() -> list[str]:
+    """Every setting with its type, default and meaning, in the order of the settings file."""
+    lines: list[str] = []
+    for group in reference.groups():
+        if group.name:
+            kind = f' type = "{group.variant}"' if group.variant else ""
+            lines += ["", f"[{group.name}]{kind}  {group.about}"]
+        for row in group.rows:
+            bounds = f", {row.bounds}" if row.bounds else ""
+            lines += [f"{row.name} = {row.default}    ({row.type}{bounds})", f"    {row.meaning}"]
+    return lines
+
+
+def _data_settings(folder: Path, base: str, changes: Iterable[str] | None) -> settings.Settings:
+    """Settings for commands that only look at data."""
+    data: dict[str, Any] = {"base": {"source": base}, "dataset": {"folder": str(folder)}}
+    for change in changes or []:
+        settings.set_dotted(data, change)
+    return settings.parse(data)
+
+
+def _scan(chosen: settings.Settings) -> Manifest:
+    from .data.manifest import scan as scan_folder
+
+    return scan_folder(chosen.dataset, chosen.buckets.min_side)
+
+
+def _plan_buckets(chosen: settings.Settings, manifest: Manifest) -> BucketPlan:
+    from .data.buckets import plan
+    from .families.registry import open_base
+
+    family, located = open_base(chosen.base)
+    return plan(
+        manifest.items,
+        chosen.buckets,
+        native_resolution=family.resolution(located),
+        multiple=family.pixel_multiple(located),
+        batch_size=chosen.train.batch_size,
+    )
+
+
+def _show_plan(chosen: settings.Settings, json_output: bool) -> None:
+    from .plan import plan_run
+
+    summary = plan_run(chosen).summary()
+    if json_output:
+        _print_json(summary)
+        return
+    for key, value in summary.items():
+        print(f"{key.replace('_', ' ')}: {value}")
+
+
+# --- following a run --------------------------------------------------------------------------------------------------
+
+
+def _started(run: RunFolder, detach: bool, json_output: bool) -> None:
+    """Show a run that was just started until it ends, or say where it is; ends the command."""
+    if detach:
+        state = runs.status(run)
+        _print_json(describe(run, state)) if json_output else print(f"started run '{run.name}' in {run.path}")
+        raise typer.Exit(EXIT_OK)
+    state = follow(run, silent=json_output)
+    _print_json(describe(run, state)) if json_output else _print_state(run, state)
+    raise typer.Exit(exit_code(state))
+
+
+def follow(run: RunFolder, *, silent: bool) -> RunState:
+    """Wait for the end of a run, showing how far it is. Ctrl-C asks it to save and stop, once more to end at once."""
+    follower = runs.Follower(run)
+    asked = 0
+    with _Bar(silent=silent) as bar:
+        while True:
+            try:
+                state = follower.poll()
+                bar.show(state)
+                if state.ended:
+                    return state
+                time.sleep(FOLLOW_S)
+            except KeyboardInterrupt:
+                asked += 1
+                runs.Requests(run.requests).ask("stop" if asked == 1 else "abort")
+                bar.say("saving and stopping; Ctrl-C again ends without saving" if asked == 1 else "ending")
+
+
+def exit_code(state: RunState) -> int:
+    """0 for a run that ended as it should, 2 for an error with a remedy, 1 for a fault or a death."""
+    if state.status in ("finished", "stopped"):
+        return EXIT_OK
+    known = state.status == "failed" and state.error is not None and state.error.get("code") != "bug"
+    return EXIT_USER if known else EXIT_BUG
+
+
+class _Bar:
+    """A progress bar on stderr: moving in a terminal, a line for every tenth of the way in a file."""
+
+    def __init__(self, *, silent: bool) -> None:
+        self._console = Console(stderr=True, quiet=silent)
+        columns = (TextColumn("{task.description:<10}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
+        self._progress = Progress(*columns, TextColumn("{task.fields[note]}"), console=self._console, transient=True)
+        self._task: TaskID | None = None
+        self._last = ""
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._progress.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._progress.stop()
+
+    def show(self, state: RunState) -> None:
+        if state.phase == "train":
+            loss, left = _figures(state)[1:]
+            self._draw(state.status, state.step, state.total_steps, f"loss {loss}  {left} left")
+        elif state.status == "queued":
+            self._draw("queued", 0, 0, f"{state.total} before it")
+        else:
+            self._draw(state.phase or state.status, state.done, state.total, "")
+
+    def phase(self, phase: str, done: int, total: int) -> None:
+        self._draw(phase, done, total, "")
+
+    def say(self, text: str) -> None:
+        self._console.print(text)
+
+    def _draw(self, title: str, done: int, total: int, note: str) -> None:
+        if not self._console.is_terminal:
+            tenth = 10 * done // total if total else 0
+            if f"{title} {tenth}" != self._last:
+                self._last = f"{title} {tenth}"
+                self._console.print(f"{title} {done}/{total} {note}".rstrip() if total else title)
+            return
+        if self._task is None:
+            self._task = self._progress.add_task(title, total=total or None, note=note)
+        self._progress.update(self._task, description=title, completed=done, total=total or None, note=note)
+
+
+# --- showing ----------------------------------------------------------------------------------------------------------
+
+
+def describe(run: RunFolder, state: RunState) -> dict[str, object]:
+    """A run's state as plain data for `--json`, with the last loss instead of all of them."""
+    last = state.losses[-1] if state.losses else None
+    return {
+        "name": run.name,
+        "path": run.path,
+        "status": state.status,
+        "phase": state.phase,
+        "step": state.step,
+        "total_steps": state.total_steps,
+        "loss": last.loss if last else None,
+        "eta_s": state.eta_s,
+        "samples": [item.path for item in state.samples],
+        "checkpoints": [item.path for item in state.checkpoints],
+        "exports": [item.path for item in state.exports],
+        "warnings": [{"code": item.code, "message": item.message} for item in state.warnings],
+        "error": state.error,
+        "proof": state.proof,
+    }
+
+
+def _print_state(run: RunFolder, state: RunState) -> None:
+    step, loss, _ = _figures(state)
+    print(f"run '{run.name}' {state.status}, step {step}, loss {loss}")
+    for warning in state.warnings:
+        print(f"  warning: {warning.message}")
+    for item in state.exports:
+        print(f"  file: {run.path / item.path}")
+    if state.error is not None:
+        print(f"error: {state.error.get('message')}", file=sys.stderr)
+        problems = state.error.get("problems")
+        for problem in problems if isinstance(problems, list) else []:
+            print(f"  - {Problem(**problem)}", file=sys.stderr)
+        if state.error.get("hint"):
+            print(f"Hint: {state.error['hint']}", file=sys.stderr)
+        if state.error.get("code") == "bug":
+            print(f"The traceback is in {run.log}", file=sys.stderr)
+    print(f"  folder: {run.path}")
+
+
+def _figures(state: RunState) -> tuple[str, str, str]:
+    """Step, last loss and remaining time, as text."""
+    loss = state.losses[-1].loss if state.losses else None
+    eta = state.eta_s
+    left = "" if eta is None else f"{int(eta) // 3600}:{int(eta) // 60 % 60:02}:{int(eta) % 60:02}"
+    step = f"{state.step}/{state.total_steps}" if state.total_steps else "-"
+    return step, "-" if loss is None else f"{loss:.4f}", left
+
+
+def _problems(problems: Iterable[Problem]) -> list[dict[str, str]]:
+    return [{"where": problem.where, "reason": problem.reason, "remedy": problem.remedy} for problem in problems]
+
+
+def _print_problems(title: str, problems: Sequence[Problem]) -> None:
+    if problems:
+        print(f"{title}:")
+    for problem in problems:
+        print(f"  - {problem}")
+
+
+def _print_json(data: object) -> None:
+    print(json.dumps(data, indent=2, ensure_ascii=False, default=_plain))
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Mapping):
+        return dict(value)
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)
+
+
+def _write_traceback() -> Path:
+    path = Path(tempfile.gettempdir()) / f"safelight-bug-{time.strftime('%Y%m%d-%H%M%S')}.txt"
+    write_atomic(path, f"safelight {__version__}, Python {sys.version}\n{traceback.format_exc()}")
+    return path
