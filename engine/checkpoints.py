@@ -102,7 +102,7 @@ class Writer:
         self.folder = root / f".writing-{self.target.name}"
         with disk_errors(root):
             root.mkdir(parents=True, exist_ok=True)
-            for leftover in root.glob(".writing-*"):  # of a process that was killed while it wrote
+            for leftover in (*root.glob(".writing-*"), *root.glob(".removing-*")):  # of a process that was killed
                 shutil.rmtree(leftover)
             self.folder.mkdir()
         self.entries: list[Entry] = []
@@ -113,6 +113,7 @@ class Writer:
         path.parent.mkdir(exist_ok=True)
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
         _flush(path)
+        _flush(path.parent)
         files = {path.relative_to(self.folder).as_posix(): _sha256(path)}
         self.entries.append(Entry(role, kind, component, "float32", files))
 
@@ -120,10 +121,9 @@ class Writer:
         path = self.folder / MANIFEST
         path.write_text(json.dumps(asdict(manifest), indent=1), encoding="utf-8")
         _flush(path)
+        _flush(self.folder)
         if self.target.exists():
-            aside = self.target.with_name(f".replaced-{self.target.name}")
-            shutil.rmtree(aside, ignore_errors=True)
-            self.target.rename(aside)
+            aside = _set_aside(self.target)
             self.folder.rename(self.target)
             shutil.rmtree(aside)
         else:
@@ -136,8 +136,15 @@ def prune(root: Path, keep: int) -> list[int]:
     """Remove all but the newest `keep` checkpoints; returns the removed steps."""
     removed = list_steps(root)[:-keep]
     for step in removed:
-        shutil.rmtree(step_folder(root, step))
+        shutil.rmtree(_set_aside(step_folder(root, step)))
     return removed
+
+
+def _set_aside(folder: Path) -> Path:
+    """Under a name that does not count, so that a folder being removed is never taken for a checkpoint."""
+    aside = folder.with_name(f".removing-{folder.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    return folder.rename(aside)
 
 
 def read_manifest(folder: Path) -> Manifest:

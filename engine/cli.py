@@ -6,35 +6,43 @@ program, with its traceback in a file.
 
 from __future__ import annotations
 
-import json
+import math
 import re
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, is_dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
 from . import __version__, presets, runs, settings
 from .errors import DatasetError, Problem, RunError, SafelightError, SettingsError
-from .events import RunState
 from .runs import RunFolder
 from .settings import reference
+from .terminal import (
+    EXIT_BUG,
+    EXIT_OK,
+    EXIT_USER,
+    Bar,
+    describe,
+    exit_code,
+    figures,
+    follow,
+    print_json,
+    print_problems,
+    print_state,
+    problem_rows,
+)
 from .workspace import Workspace, locate, write_atomic
 
 if TYPE_CHECKING:
     from .data.buckets import BucketPlan
     from .data.manifest import Manifest
-
-FOLLOW_S = 0.3
-EXIT_OK, EXIT_BUG, EXIT_USER = 0, 1, 2
 
 app = typer.Typer(
     name="safelight",
@@ -50,12 +58,16 @@ app = typer.Typer(
 WorkspaceOption = Annotated[
     Path | None, typer.Option("--workspace", help="Folder for everything; otherwise SAFELIGHT_HOME or ~/safelight.")
 ]
+UnusedWorkspace = Annotated[
+    Path | None, typer.Option("--workspace", help="Accepted by every command; this one touches no workspace.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for other programs.")]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", help="Change a setting, for example --set optimizer.lr=1e-4. Repeatable.")
 ]
 PresetOption = Annotated[str | None, typer.Option("--preset", help="Start from a preset: a name, or a .toml file.")]
 RunArgument = Annotated[str, typer.Argument(help="The run: its name, 'project/name', or its folder.")]
+FolderArgument = Annotated[Path, typer.Argument(help="Folder with images, or the name of a data set in the workspace.")]
 DetachOption = Annotated[bool, typer.Option("--detach", help="Return at once; the run goes on by itself.")]
 
 
@@ -68,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ended.code if isinstance(ended.code, int) else EXIT_OK if ended.code is None else EXIT_USER
     except SafelightError as error:
         if "--json" in arguments:
-            _print_json({"error": error.as_dict()})
+            print_json({"error": error.as_dict()})
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USER
     except KeyboardInterrupt:
@@ -95,66 +107,85 @@ def _root(
 
 @app.command()
 def scan(
-    folder: Annotated[Path, typer.Argument(help="Folder with images and captions.")],
+    folder: FolderArgument,
     change: SetOption = None,
+    workspace: WorkspaceOption = None,
     json_output: JsonOption = False,
 ) -> None:
     """Look at every image and caption of a folder and say what is wrong.
 
     Example: safelight scan photos
     """
-    manifest = _scan(_data_settings(folder, "embedded/unet", change))
+    manifest = _scan(_data_settings(_folder(folder, workspace), "embedded/unet", change))
     if json_output:
-        _print_json(
+        print_json(
             {
                 "folder": manifest.folder,
                 "images": len(manifest.items),
                 "captioned": manifest.captioned,
                 "formats": manifest.formats,
+                "sizes": {f"{height}x{width}": count for (height, width), count in manifest.sizes.items()},
                 "samples_per_epoch": manifest.samples_per_epoch,
-                **{name: _problems(getattr(manifest, name)) for name in ("problems", "notes", "left_out")},
+                **{name: problem_rows(getattr(manifest, name)) for name in ("problems", "notes", "left_out")},
             }
         )
     else:
         print(f"{len(manifest.items)} usable images in {manifest.folder}, {manifest.captioned} with a caption")
-        _print_problems("Problems", manifest.problems)
-        _print_problems("Left out", manifest.left_out)
-        _print_problems("Notes", manifest.notes)
+        formats = ", ".join(f"{count} {name}" for name, count in manifest.formats.items())
+        common = ", ".join(f"{height}x{width} ({count})" for (height, width), count in [*manifest.sizes.items()][:5])
+        print(f"formats: {formats or '-'}; sizes (height x width): {common or '-'}")
+        print_problems("Problems", manifest.problems)
+        print_problems("Left out", manifest.left_out)
+        print_problems("Notes", manifest.notes)
     raise typer.Exit(EXIT_USER if manifest.problems or not manifest.items else EXIT_OK)
 
 
 @app.command()
 def buckets(
-    folder: Annotated[Path, typer.Argument(help="Folder with images.")],
+    folder: FolderArgument,
     base: Annotated[str, typer.Option(help="The base model, whose sizes count.")] = "embedded/unet",
     change: SetOption = None,
+    workspace: WorkspaceOption = None,
     json_output: JsonOption = False,
 ) -> None:
     """Show which size each image is trained at, and what is cut off.
 
     Example: safelight buckets photos --base embedded/unet --set train.batch_size=4
     """
-    chosen = _data_settings(folder, base, change)
+    chosen = _data_settings(_folder(folder, workspace), base, change)
     manifest = _scan(chosen)
     plan = _plan_buckets(chosen, manifest)
     rows = [
-        {"height": bucket.size[0], "width": bucket.size[1], "images": len(bucket.placements)} for bucket in plan.buckets
+        {
+            "height": bucket.size[0],
+            "width": bucket.size[1],
+            "images": len(bucket.placements),
+            "batches": math.ceil(len(bucket.placements) / plan.batch_size),
+            "crop_loss": sum(placement.crop_loss for placement in bucket.placements) / len(bucket.placements),
+        }
+        for bucket in plan.buckets
     ]
+    left_out = (*manifest.left_out, *plan.left_out)
     if json_output:
-        report = {"buckets": rows, "left_out": _problems(plan.left_out), "batches_per_epoch": plan.batches_per_epoch}
-        _print_json({**report, "mean_crop_loss": plan.mean_crop_loss})
+        totals = {"images": plan.images, "batches_per_epoch": plan.batches_per_epoch, "crop_loss": plan.mean_crop_loss}
+        print_json({"buckets": rows, **totals, "left_out": problem_rows(left_out)})
         return
-    table = Table("height", "width", "images")
+    table = Table("height", "width", "images", "batches", "cut off")
     for row in rows:
-        table.add_row(*(str(value) for value in row.values()))
+        *counts, loss = row.values()
+        table.add_row(*map(str, counts), f"{loss:.1%}")
     Console().print(table)
-    print(f"{plan.batches_per_epoch} batches an epoch; {plan.mean_crop_loss:.1%} of the area is cut off on average")
-    _print_problems("Left out", (*manifest.left_out, *plan.left_out))
+    print(
+        f"{plan.images} images, {plan.batches_per_epoch} batches of up to {plan.batch_size} an epoch; "
+        f"{plan.mean_crop_loss:.1%} of the area is cut off on average"
+    )
+    print_problems("Left out", left_out)
+    print_problems("Problems", manifest.problems)
 
 
 @app.command()
 def caption(
-    folder: Annotated[Path, typer.Argument(help="Folder with images.")],
+    folder: FolderArgument,
     template: Annotated[
         str, typer.Option(help="Text for each image, with {name}, {folder}, {trigger}, {index}, {width}, {height}.")
     ] = "",
@@ -168,6 +199,7 @@ def caption(
 
     Example: safelight caption photos --template "a photo of sks dog, {name}"
     """
+    folder = _folder(folder, workspace)
     journal = locate(workspace).caption_journal(folder)
     if undo:
         _undo_captions(journal, json_output)
@@ -175,26 +207,26 @@ def caption(
     if not template:
         raise SettingsError("say what to write", 'for example --template "a photo of sks dog", or --undo')
     from .captioners import captioner
-    from .captioners.template import TemplateCaptioner
 
     manifest = _scan(_data_settings(folder, "embedded/unet", ["dataset.missing_captions=empty"]))
+    writer = captioner.captioner_class("template")(template, trigger=trigger)
     report = captioner.run(
-        TemplateCaptioner(template, trigger=trigger),
+        writer,
         manifest.items,
         folder=manifest.folder,
         journal=journal,
         policy="overwrite" if overwrite else "keep",
         batch_size=max(1, len(manifest.items)),  # one change, so that one --undo takes all of it back
     )
-    failed = [Problem(item.name, item.reason) for item in report.outcomes if item.status == "failed"]
-    counts = {"written": report.count("written"), "kept": report.count("skipped")}
+    odd = [Problem(o.name, o.reason) for o in report.outcomes if o.status != "written" and o.reason != "has a caption"]
+    counts = {"written": report.count("written"), "kept": report.count("skipped"), "failed": report.count("failed")}
     if json_output:
-        _print_json({**counts, "failed": _problems(failed), "problems": _problems(manifest.problems)})
+        print_json({**counts, "problems": problem_rows([*odd, *manifest.problems])})
     else:
-        print(f"{counts['written']} captions written, {counts['kept']} kept; --undo takes it back")
-        _print_problems("Failed", failed)
-        _print_problems("Problems", manifest.problems)
-    raise typer.Exit(EXIT_USER if failed else EXIT_OK)
+        print(f"{counts['written']} captions written, {counts['kept']} kept, {counts['failed']} failed")
+        print_problems("Not written", odd)
+        print_problems("Problems", manifest.problems)
+        print(f"`safelight caption {folder} --undo` takes the change back")
 
 
 def _undo_captions(journal: Path, json_output: bool) -> None:
@@ -205,10 +237,10 @@ def _undo_captions(journal: Path, json_output: bool) -> None:
         raise DatasetError("there is no change of these captions to take back", "only changes made here can be undone")
     kept = captions.undo(journal, history[0])
     if json_output:
-        _print_json({"undone": history[0], "kept": _problems(kept)})
+        print_json({"undone": history[0], "kept": problem_rows(kept)})
     else:
         print("the last change of the captions was taken back")
-        _print_problems("Left as they are", kept)
+        print_problems("Left as they are", kept)
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
@@ -245,16 +277,22 @@ def train(
 @app.command()
 def resume(
     name: RunArgument,
+    change: SetOption = None,
     detach: DetachOption = False,
     workspace: WorkspaceOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Go on with a run that was stopped, failed or died, from its last checkpoint.
+    """Go on with a run that was stopped, failed or died, from its last checkpoint, exactly.
 
-    Example: safelight resume photos-20260101-120000
+    --set may change how long it goes on, the schedule, samples, checkpoints and export; with a larger train.steps a
+    finished run goes on too.
+
+    Example: safelight resume photos-20260101-120000 --set train.steps=3000
     """
     place = locate(workspace)
     run = runs.find(place, name)
+    if change:
+        runs.change_settings(run, change)
     if not runs.has_checkpoint(run) and not json_output:
         print(f"run '{run.name}' has saved nothing yet, so it starts from the beginning")
     runs.start(place, run, resume=True, foreground=not detach)
@@ -296,18 +334,18 @@ def list_runs(
     if name is not None:
         run = runs.find(place, name)
         state = runs.status(run)
-        _print_json(describe(run, state)) if json_output else _print_state(run, state)
+        print_json(describe(run, state)) if json_output else print_state(run, state)
         return
     listed = runs.list_runs(place)
     if json_output:
-        _print_json([{"project": item.project, **describe(item.run, item.state)} for item in listed])
+        print_json([{"project": item.project, **describe(item.run, item.state)} for item in listed])
         return
     if not listed:
         print(f"no runs in {place.root}")
         return
     table = Table("project", "run", "status", "step", "loss", "left")
     for item in listed:
-        table.add_row(item.project, item.run.name, item.state.status, *_figures(item.state))
+        table.add_row(item.project, item.run.name, item.state.status, *figures(item.state))
     Console().print(table)
 
 
@@ -327,9 +365,9 @@ def show_settings(
     """
     if settings_file or preset or change:
         chosen = read_settings(locate(workspace), settings_file, preset, change or [])
-        _print_json(chosen.model_dump(mode="json")) if json_output else print(settings.to_toml(chosen), end="")
+        print_json(chosen.model_dump(mode="json")) if json_output else print(settings.to_toml(chosen), end="")
     elif json_output:
-        _print_json(settings.Settings.model_json_schema())
+        print_json(settings.Settings.model_json_schema())
     else:
         for line in explain_settings():
             print(line)
@@ -353,10 +391,10 @@ def list_presets(
         print(f"saved {presets.save(place, name, read_settings(place, save, None, []))}")
     elif name is not None:
         chosen = presets.load(name, place)
-        _print_json(chosen.data) if json_output else print(presets.to_toml(chosen), end="")
+        print_json(chosen.data) if json_output else print(presets.to_toml(chosen), end="")
     elif json_output:
         found = presets.available(place)
-        _print_json([{"name": item.name, "about": item.about, "shipped": item.shipped} for item in found])
+        print_json([{"name": item.name, "about": item.about, "shipped": item.shipped} for item in found])
     else:
         for item in presets.available(place):
             print(f"{item.name}{'' if item.shipped else ' (your own)'}\n    {item.about}")
@@ -371,7 +409,7 @@ def doctor(workspace: WorkspaceOption = None, json_output: JsonOption = False) -
     from .doctor import as_text, examine
 
     report = examine(locate(workspace))
-    _print_json(report.as_dict()) if json_output else print(as_text(report))
+    print_json(report.as_dict()) if json_output else print(as_text(report))
     raise typer.Exit(EXIT_USER if report.problems else EXIT_OK)
 
 
@@ -392,11 +430,11 @@ def demo(
         raise SettingsError(f"--base: there is no embedded base '{base}'", "it is 'unet' or 'flow'")
     from .demo import run_demo
 
-    with _Bar(silent=json_output) as bar:
+    with Bar(silent=json_output) as bar:
         result = run_demo(locate(workspace), base, bar.phase)
     figures = {"before": result.before, "after": result.after, "run": result.run.path}
     if json_output:
-        _print_json({"contact_sheet": result.contact_sheet, "lora": result.lora, **figures})
+        print_json({"contact_sheet": result.contact_sheet, "lora": result.lora, **figures})
         return
     print(f"pictures in the taught style: {result.before:.0%} before, {result.after:.0%} after")
     print(f"pictures: {result.contact_sheet}\nLoRA:     {result.lora}\nrun:      {result.run.path}")
@@ -438,7 +476,7 @@ def preview(
         out=out,
     )
     if json_output:
-        _print_json({"pictures": written})
+        print_json({"pictures": written})
     else:
         for path in written:
             print(path)
@@ -457,11 +495,11 @@ def export(
 
     Example: safelight export my-run --format kohya --dtype fp16
     """
-    from .exports.run_export import export_run
+    from .export import export_run
 
     result = export_run(runs.find(locate(workspace), name), format=format, out=out, dtype=dtype)
     if json_output:
-        _print_json({"path": result.path, "verification": result.verification})
+        print_json({"path": result.path, "verification": result.verification})
     else:
         print(f"{result.path}\nverified: {result.verification}")
 
@@ -470,17 +508,18 @@ def export(
 def verify(
     path: Annotated[Path, typer.Argument(help="A LoRA file.")],
     base: Annotated[str | None, typer.Option(help="The base model it should fit.")] = None,
+    workspace: UnusedWorkspace = None,
     json_output: JsonOption = False,
 ) -> None:
     """Say what a LoRA file holds and whether it loads onto its base.
 
     Example: safelight verify my-lora.safetensors --base embedded/unet
     """
-    from .exports.verify_file import verify_file
+    from .verify import verify_file
 
     found = verify_file(path, base=base)
     if json_output:
-        _print_json(found)
+        print_json(found)
     else:
         for key, value in found.items():
             print(f"{key}: {value}")
@@ -509,23 +548,13 @@ def read_settings(place: Workspace, file: Path | None, preset: str | None, chang
     data: dict[str, Any] = {}
     if file is not None:
         data = settings.read_toml(file)
-        _relative_to(file.parent, data)
+        settings.resolve_paths(data, file.parent)
     if preset is not None:
         data = presets.merge(presets.load(preset, place), data)
     for change in changes:
         settings.set_dotted(data, change)
-    _relative_to(Path.cwd(), data)
+    settings.resolve_paths(data, Path.cwd())
     return settings.parse(data, origin=file.name if file else "settings")
-
-
-def _relative_to(folder: Path, data: Mapping[str, Any]) -> None:
-    for section, key in (("dataset", "folder"), ("base", "source")):
-        values = data.get(section)
-        if not isinstance(values, dict) or not isinstance(values.get(key), str) or not values[key]:
-            continue
-        path = (folder / Path(values[key]).expanduser()).absolute()
-        if section == "dataset" or path.exists():  # another base may be a hub id or an embedded one
-            values[key] = str(path)
 
 
 def explain_settings() -> list[str]:
@@ -539,6 +568,12 @@ def explain_settings() -> list[str]:
             bounds = f", {row.bounds}" if row.bounds else ""
             lines += [f"{row.name} = {row.default}    ({row.type}{bounds})", f"    {row.meaning}"]
     return lines
+
+
+def _folder(folder: Path, workspace: Path | None) -> Path:
+    """The folder, or the workspace's data set of that name where there is no such folder here."""
+    named = locate(workspace).datasets / folder
+    return named if len(folder.parts) == 1 and not folder.exists() and named.is_dir() else folder
 
 
 def _data_settings(folder: Path, base: str, changes: Iterable[str] | None) -> settings.Settings:
@@ -574,7 +609,7 @@ def _show_plan(chosen: settings.Settings, json_output: bool) -> None:
 
     summary = plan_run(chosen).summary()
     if json_output:
-        _print_json(summary)
+        print_json(summary)
         return
     for key, value in summary.items():
         print(f"{key.replace('_', ' ')}: {value}")
@@ -587,155 +622,11 @@ def _started(run: RunFolder, detach: bool, json_output: bool) -> None:
     """Show a run that was just started until it ends, or say where it is; ends the command."""
     if detach:
         state = runs.status(run)
-        _print_json(describe(run, state)) if json_output else print(f"started run '{run.name}' in {run.path}")
+        print_json(describe(run, state)) if json_output else print(f"started run '{run.name}' in {run.path}")
         raise typer.Exit(EXIT_OK)
     state = follow(run, silent=json_output)
-    _print_json(describe(run, state)) if json_output else _print_state(run, state)
+    print_json(describe(run, state)) if json_output else print_state(run, state)
     raise typer.Exit(exit_code(state))
-
-
-def follow(run: RunFolder, *, silent: bool) -> RunState:
-    """Wait for the end of a run, showing how far it is. Ctrl-C asks it to save and stop, once more to end at once."""
-    follower = runs.Follower(run)
-    asked = 0
-    with _Bar(silent=silent) as bar:
-        while True:
-            try:
-                state = follower.poll()
-                bar.show(state)
-                if state.ended:
-                    return state
-                time.sleep(FOLLOW_S)
-            except KeyboardInterrupt:
-                asked += 1
-                runs.Requests(run.requests).ask("stop" if asked == 1 else "abort")
-                bar.say("saving and stopping; Ctrl-C again ends without saving" if asked == 1 else "ending")
-
-
-def exit_code(state: RunState) -> int:
-    """0 for a run that ended as it should, 2 for an error with a remedy, 1 for a fault or a death."""
-    if state.status in ("finished", "stopped"):
-        return EXIT_OK
-    known = state.status == "failed" and state.error is not None and state.error.get("code") != "bug"
-    return EXIT_USER if known else EXIT_BUG
-
-
-class _Bar:
-    """A progress bar on stderr: moving in a terminal, a line for every tenth of the way in a file."""
-
-    def __init__(self, *, silent: bool) -> None:
-        self._console = Console(stderr=True, quiet=silent)
-        columns = (TextColumn("{task.description:<10}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
-        self._progress = Progress(*columns, TextColumn("{task.fields[note]}"), console=self._console, transient=True)
-        self._task: TaskID | None = None
-        self._last = ""
-
-    def __enter__(self) -> Self:
-        if self._console.is_terminal:
-            self._progress.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._progress.stop()
-
-    def show(self, state: RunState) -> None:
-        if state.phase == "train":
-            loss, left = _figures(state)[1:]
-            self._draw(state.status, state.step, state.total_steps, f"loss {loss}  {left} left")
-        elif state.status == "queued":
-            self._draw("queued", 0, 0, f"{state.total} before it")
-        else:
-            self._draw(state.phase or state.status, state.done, state.total, "")
-
-    def phase(self, phase: str, done: int, total: int) -> None:
-        self._draw(phase, done, total, "")
-
-    def say(self, text: str) -> None:
-        self._console.print(text)
-
-    def _draw(self, title: str, done: int, total: int, note: str) -> None:
-        if not self._console.is_terminal:
-            tenth = 10 * done // total if total else 0
-            if f"{title} {tenth}" != self._last:
-                self._last = f"{title} {tenth}"
-                self._console.print(f"{title} {done}/{total} {note}".rstrip() if total else title)
-            return
-        if self._task is None:
-            self._task = self._progress.add_task(title, total=total or None, note=note)
-        self._progress.update(self._task, description=title, completed=done, total=total or None, note=note)
-
-
-# --- showing ----------------------------------------------------------------------------------------------------------
-
-
-def describe(run: RunFolder, state: RunState) -> dict[str, object]:
-    """A run's state as plain data for `--json`, with the last loss instead of all of them."""
-    last = state.losses[-1] if state.losses else None
-    return {
-        "name": run.name,
-        "path": run.path,
-        "status": state.status,
-        "phase": state.phase,
-        "step": state.step,
-        "total_steps": state.total_steps,
-        "loss": last.loss if last else None,
-        "eta_s": state.eta_s,
-        "samples": [item.path for item in state.samples],
-        "checkpoints": [item.path for item in state.checkpoints],
-        "exports": [item.path for item in state.exports],
-        "warnings": [{"code": item.code, "message": item.message} for item in state.warnings],
-        "error": state.error,
-        "proof": state.proof,
-    }
-
-
-def _print_state(run: RunFolder, state: RunState) -> None:
-    step, loss, _ = _figures(state)
-    print(f"run '{run.name}' {state.status}, step {step}, loss {loss}")
-    for warning in state.warnings:
-        print(f"  warning: {warning.message}")
-    for item in state.exports:
-        print(f"  file: {run.path / item.path}")
-    if state.error is not None:
-        print(f"error: {state.error.get('message')}", file=sys.stderr)
-        problems = state.error.get("problems")
-        for problem in problems if isinstance(problems, list) else []:
-            print(f"  - {Problem(**problem)}", file=sys.stderr)
-        if state.error.get("hint"):
-            print(f"Hint: {state.error['hint']}", file=sys.stderr)
-        if state.error.get("code") == "bug":
-            print(f"The traceback is in {run.log}", file=sys.stderr)
-    print(f"  folder: {run.path}")
-
-
-def _figures(state: RunState) -> tuple[str, str, str]:
-    """Step, last loss and remaining time, as text."""
-    loss = state.losses[-1].loss if state.losses else None
-    eta = state.eta_s
-    left = "" if eta is None else f"{int(eta) // 3600}:{int(eta) // 60 % 60:02}:{int(eta) % 60:02}"
-    step = f"{state.step}/{state.total_steps}" if state.total_steps else "-"
-    return step, "-" if loss is None else f"{loss:.4f}", left
-
-
-def _problems(problems: Iterable[Problem]) -> list[dict[str, str]]:
-    return [{"where": problem.where, "reason": problem.reason, "remedy": problem.remedy} for problem in problems]
-
-
-def _print_problems(title: str, problems: Sequence[Problem]) -> None:
-    if problems:
-        print(f"{title}:")
-    for problem in problems:
-        print(f"  - {problem}")
-
-
-def _print_json(data: object) -> None:
-    print(json.dumps(data, indent=2, ensure_ascii=False, default=_plain))
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, Mapping):
-        return dict(value)
-    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)
 
 
 def _write_traceback() -> Path:

@@ -6,7 +6,6 @@ their pixels, before and after, with the same prompts and seeds.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,15 +14,15 @@ from PIL import Image, ImageDraw
 
 from . import presets, runs, settings
 from .errors import RunError
+from .events import RunState
 from .preview import Previewer, open_previewer, open_source, save_png, shot_for
-from .runs import Follower, RunFolder
+from .runs import RunFolder
 from .workspace import Workspace, make_folder
 
 DATA_SEED = 7
 PROMPT_SEED = 70
 PROMPTS = 16  # held out: the base's denoiser never saw these pairs of shape and colour, the LoRA neither
 SHOWN = 8
-POLL_S = 0.2
 TILE_PX = 144
 
 OnProgress = Callable[[str, int, int], None]
@@ -79,17 +78,13 @@ def demo_settings(workspace: Workspace, base: str) -> settings.Settings:
 def follow(workspace: Workspace, run: RunFolder, on_progress: OnProgress) -> None:
     """Start the run as its own process and report its progress until it ends. Ctrl-C asks it to save and stop."""
     runs.start(workspace, run)
-    follower = Follower(run)
+    state = RunState()
     try:
-        while True:
-            state = follower.poll()
+        for state in runs.watch(run):
             if state.phase == "train":
                 on_progress("train", state.step, state.total_steps)
             elif state.phase:
                 on_progress(state.phase, state.done, state.total)
-            if state.status in ("finished", "stopped", "failed", "died"):
-                break
-            time.sleep(POLL_S)
     except KeyboardInterrupt:
         runs.ask(run, "stop")
         raise

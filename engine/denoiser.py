@@ -5,17 +5,15 @@ The denoiser owns the prediction convention: what time the base is fed, how nois
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from .families.family import Extras, Family
 from .noise import Diffusion, Flow
+from .objectives.objective import Text
 from .precision import Precision
 from .state import LatentState
-
-Text = Mapping[str, Tensor] | Sequence[str]
 
 
 class Denoiser(Protocol):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .denoiser import Denoiser, Text
+from .denoiser import Denoiser
 from .errors import SettingsError
 from .families.family import Family
 from .noise import Diffusion, LevelLaw, min_snr_weight
-from .objectives.objective import Batch
+from .objectives.objective import Batch, Text
 from .roles import Weights
 from .seeds import seed_of
 from .state import LatentState, mean_active

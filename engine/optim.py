@@ -169,7 +169,7 @@ class RoleOptimizer:
         plain: dict[str, Any] = {"groups": [], "state": {}}
         saved = self.optimizer.state_dict()
         for index, values in saved["state"].items():
-            for key, value in values.items():
+            for key, value in _flat(values):
                 _put(tensors, plain["state"], f"{self.names[int(index)]}:{key}", value)
         for index, group in enumerate(saved["param_groups"]):
             scalars: dict[str, Any] = {}
@@ -200,6 +200,12 @@ class RoleOptimizer:
                     restored[field] = tuple(value) if isinstance(group.get(field), tuple) else value
             groups.append({**group, **restored})
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Newer bitsandbytes puts 8-bit tensors one level deeper in state_dict() and loads them from either level."""
+    for key, value in values.items():
+        yield from value.items() if isinstance(value, Mapping) else [(key, value)]
 
 
 def _put(tensors: dict[str, Tensor], plain: dict[str, Any], key: str, value: Any) -> None:

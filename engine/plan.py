@@ -18,11 +18,12 @@ from .data.buckets import plan as plan_buckets
 from .data.manifest import Manifest, require_usable, scan
 from .errors import Problem, SettingsError
 from .families.family import Family
+from .families.loading import skeleton
 from .families.registry import open_base
 from .families.sources import LocatedBase
 from .noise import Diffusion, Flow, LevelLaw, level_law
 from .precision import DTYPES, pick_device, pick_precision
-from .settings.schema import Full, Settings
+from .settings.schema import Full, Lora, Settings
 
 
 @dataclass(frozen=True)
@@ -53,15 +54,29 @@ class Plan:
     preview_guidance: float
     prompts: tuple[str, ...]
 
+    def doubts(self) -> list[str]:
+        """What is allowed and probably not meant. The base may say which sizes it was trained at."""
+        known = self.base.located.sizes
+        used = {bucket.size for bucket in self.buckets.buckets} | {self.preview_size}
+        odd = sorted(used - set(known)) if known else []
+        if not odd:
+            return []
+        shown = ", ".join(f"{height}x{width}" for height, width in odd[:5])
+        return [
+            f"{self.base.located.name} was never trained at {shown} px (height x width); pictures may come out torn there"
+        ]
+
     def summary(self) -> dict[str, object]:
         """The effective values, for the event log and for people."""
         return {
+            "base": self.base.located.name,
+            "base_commit": self.base.located.commit,
             "family": self.base.family.spec.id,
             "device": str(self.base.device),
             "precision": self.base.precision,
             "images": len(self.manifest.items),
             "left_out": [str(problem) for problem in (*self.manifest.left_out, *self.buckets.left_out)],
-            "notes": [str(note) for note in self.manifest.notes],
+            "notes": [*self.base.located.notes, *(str(note) for note in self.manifest.notes)],
             "buckets": {f"{h}x{w}": len(b.placements) for b in self.buckets.buckets for h, w in [b.size]},
             "images_per_epoch": self.sampler.images_per_epoch,
             "batches_per_epoch": self.sampler.batches_per_epoch,
@@ -82,9 +97,14 @@ def plan_base(settings: Settings) -> BasePlan:
             f"objective.min_snr_gamma is for epsilon and v bases; {family.spec.title} is trained by flow matching",
             "leave it out",
         )
-    wanted = settings.base.dtype
+    wanted: str = settings.base.dtype
     if wanted == "auto":
         wanted = "fp32" if device.type == "cpu" or isinstance(settings.method, Full) else precision
+    if wanted != "fp32" and precision == "fp32":
+        raise SettingsError(
+            f"base.dtype: weights in {wanted} cannot be computed with in fp32",
+            f"set train.precision = '{wanted}', or leave base.dtype at 'auto'",
+        )
     return BasePlan(
         family=family,
         located=located,
@@ -97,9 +117,7 @@ def plan_base(settings: Settings) -> BasePlan:
 
 
 def scheduler_config(located: LocatedBase) -> dict[str, Any]:
-    """The base's scheduler configuration; a single file has the standard one of Stable Diffusion 1."""
-    if located.kind == "single_file":
-        return {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "num_train_timesteps": 1000}
+    """The base's scheduler configuration."""
     return located.config("scheduler")
 
 
@@ -108,6 +126,7 @@ def plan_run(settings: Settings, *, world_size: int = 1, progress: Callable[[int
     base = plan_base(settings)
     family, located = base.family, base.located
     optim.require_available(settings.optimizer, settings.schedule, base.device)
+    _require_targets(settings, family, located)
     multiple = family.pixel_multiple(located)
     native = family.resolution(located)
     manifest = scan(settings.dataset, settings.buckets.min_side, progress)
@@ -140,6 +159,13 @@ def plan_run(settings: Settings, *, world_size: int = 1, progress: Callable[[int
         preview_guidance=guidance if settings.samples.guidance_scale is None else settings.samples.guidance_scale,
         prompts=settings.samples.prompts or _first_captions(manifest),
     )
+
+
+def _require_targets(settings: Settings, family: Family, located: LocatedBase) -> None:
+    """Patterns must find layers."""
+    method = settings.method
+    if isinstance(method, Lora) and not isinstance(method.targets, str):
+        family.lora_modules(skeleton(family, located), method.targets)
 
 
 def _require_multiple(size: tuple[int, int], multiple: int) -> None:

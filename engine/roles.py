@@ -71,6 +71,7 @@ class Weights:
         self._parameters = {role.name: self._find(role) for role in roles if role.kind == "trainable"}
         self._lagging: dict[str, dict[str, Tensor]] = {}
         self._active = next(name for name, role in self.roles.items() if role.kind == "trainable")
+        self._enter(self.roles[self._active])  # the adapter that was added last is the active one otherwise
         self._reassert()
         if not any(self._parameters.values()):
             raise TrainingError(

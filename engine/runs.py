@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -27,10 +27,11 @@ import psutil
 from filelock import FileLock, Timeout
 
 from . import events, settings
-from .errors import RunError, WorkspaceError
+from .errors import RunError, SettingsError, WorkspaceError
 from .events import RunState
 from .workspace import Workspace, checked_name, clean_name, disk_errors, make_folder, write_atomic
 
+WATCH_S = 0.3
 HEARTBEAT_S = 30.0  # how often a process says that it lives
 STALE_S = 180.0  # a process on another machine that was silent this long is taken for dead
 LOCK_TIMEOUT_S = 60.0  # for locks that are held for milliseconds
@@ -230,6 +231,17 @@ def status(run: RunFolder) -> RunState:
     return Follower(run).poll()
 
 
+def watch(run: RunFolder, every_s: float = WATCH_S) -> Iterator[RunState]:
+    """The run's state, again and again, until it has ended; the last one is the end."""
+    follower = Follower(run)
+    while True:
+        state = follower.poll()
+        yield state
+        if state.ended:
+            return
+        time.sleep(every_s)
+
+
 def _observed(run: RunFolder, state: RunState, process: ProcessId | None, alive: bool) -> RunState:
     if alive and process is not None:
         if process.since > state.last_time:  # it has written nothing yet: what the events say is of an earlier one
@@ -390,12 +402,42 @@ def start(workspace: Workspace, run: RunFolder, *, resume: bool = False, foregro
 
 
 def _refuse_start(run: RunFolder, state: RunState, resume: bool) -> None:
-    if state.status == "finished":
-        raise RunError(f"run '{run.name}' is finished", f"train anew: `safelight train {run.settings}`")
+    if state.status == "finished" and not (resume and _goes_further(run, state)):
+        raise RunError(
+            f"run '{run.name}' is finished",
+            f"go further with `safelight resume {run.name} --set train.steps=…`, or train anew",
+        )
     if not state.ended and state.status != "created":
         raise RunError(f"run '{run.name}' is already {state.status}", "`safelight runs` shows it")
     if state.started is not None and not resume:
         raise RunError(f"run '{run.name}' has begun before", "resume it, or create a new run; nothing is overwritten")
+
+
+def _goes_further(run: RunFolder, state: RunState) -> bool:
+    """Whether a finished run was given more steps since."""
+    train = settings.load(run.settings).train
+    return (train.steps is not None and train.steps > state.step) or (
+        train.epochs is not None and state.losses[-1:] != () and train.epochs > state.losses[-1].epoch + 1
+    )
+
+
+def change_settings(run: RunFolder, changes: Iterable[str]) -> None:
+    """Apply `section.field=value` to a run that is not going on at the moment.
+
+    Raises RunError when it is, and SettingsError for a setting that would make it another run.
+    """
+    state = status(run)
+    if not state.ended:
+        raise RunError(f"run '{run.name}' is {state.status}", "stop it first")
+    then = settings.load(run.settings)
+    data = settings.read_toml(run.settings)
+    for change in changes:
+        settings.set_dotted(data, change)
+    now = settings.parse(data, origin=run.settings.name)
+    problems = settings.changed(then.model_dump(mode="json"), now.model_dump(mode="json"))
+    if problems:
+        raise SettingsError(f"run '{run.name}' cannot go on with other settings", problems=problems)
+    write_atomic(run.settings, settings.to_toml(now))
 
 
 def resumable(run: RunFolder) -> bool:

@@ -36,6 +36,8 @@ class DatasetSource:
     `encode_images` and `encode_texts` fill the cache; afterwards the encoders are not needed any more.
     """
 
+    gives: frozenset[str] = frozenset({"clean", "text", "mask", "files"})
+
     def __init__(self, plan: Plan, cache: TensorCache) -> None:
         self.plan = plan
         self.cache = cache
@@ -132,8 +134,9 @@ class DatasetSource:
 
     # --- batches -----------------------------------------------------------------------------------------------------
 
-    def window(self, step: int, rank: int = 0) -> list[MicroBatch]:
-        return self.plan.sampler.window(step, rank)
+    def window(self, step: int) -> list[MicroBatch]:
+        """The micro-batches of one optimizer step."""
+        return self.plan.sampler.window(step)
 
     def load(self, micro: MicroBatch, generator: torch.Generator, *, live_text: bool) -> Batch:
         """Tensors of a micro-batch on the device. Caption dropout draws one number per sample from the generator."""

@@ -9,7 +9,7 @@ import contextlib
 import gc
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,13 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from . import checkpoints, events
+from .data.batches import MicroBatch
 from .data.cache import TensorCache
 from .denoiser import PlainDenoiser
 from .errors import CheckpointError, Problem, TrainingError, WorkspaceError
 from .events import EventLog
-from .exports.run_export import ExportResult, TrainedFacts, export_full, export_lora, probe
-from .families.family import Extras, Parts
+from .export import ExportResult, TrainedFacts, export_full, export_lora, probe
+from .families.family import Conditioning, Extras, Parts
 from .families.loading import load
 from .loss_run import LossRun
 from .methods.lora import LoraMethod, remove_adapters
@@ -39,6 +40,7 @@ from .roles import EMA, POLICY, Bundle, Weights
 from .runs import Request, Requests, RunFolder, identify
 from .sampling import Shot, sample
 from .seeds import seed_of
+from .settings import changed
 from .settings.schema import Full, Settings
 from .source import DatasetSource, text_dtype
 from .versions import versions
@@ -46,8 +48,6 @@ from .workspace import Workspace, disk_errors
 
 PAUSE_POLL_S = 0.2
 PROGRESS_EVERY_S = 0.2
-# What a resumed run may set anew; everything else would silently make it another run.
-MAY_CHANGE_ON_RESUME = ("name", "samples.", "checkpoints.", "export.", "train.steps", "train.epochs", "schedule.")
 
 
 def train(
@@ -76,6 +76,8 @@ def train(
     )
     for note in plan.manifest.notes:
         log.append(events.Warning("dataset", str(note)))
+    for doubt in plan.doubts():
+        log.append(events.Warning("sizes", doubt))
     for problem in (*plan.manifest.left_out, *plan.buckets.left_out):
         log.append(events.Warning("left-out", str(problem)))
     Trainer(plan, run, log, requests, workspace, point).run()
@@ -99,12 +101,18 @@ class Trainer:
         self.log = log
         self.requests = requests
         self.step = point.step if point else 0
+        self._saved = point.step if point else None  # the step of the newest checkpoint
         self.family = plan.base.family
         self.precision = Precision(plan.base.precision, plan.base.device)
         self.accelerator = Accelerator(cpu=plan.base.device.type == "cpu", mixed_precision="no")
+        if self.accelerator.num_processes > 1:
+            raise TrainingError("training on several processes is not supported yet", "start it as a single process")
         self.method = build_method(self.settings.method, self.family)
         self.objective = Denoise(self.settings.objective)
         self.source = DatasetSource(plan, TensorCache(workspace.cache))
+        missing = self.objective.needs - self.source.gives
+        if missing:
+            raise TrainingError(f"the data set does not give what the objective needs: {', '.join(sorted(missing))}")
         self.parts = self._encode()
         self.bundle = self._attach()
         self.base_checksum = checksum(self.bundle, skip=self.weights.trainable_names)
@@ -229,15 +237,14 @@ class Trainer:
     def _train_step(self, step: int) -> None:
         """One window of micro-batches for each phase of the objective, then one optimizer step of the phase's role."""
         started = time.perf_counter()
-        window = self.source.window(step, self.accelerator.process_index)
-        total = sum(sum(micro.weights) for micro in window)
+        window = self.source.window(step)
         learning_rates: dict[str, float | None] = {}
         norms: dict[str, float | None] = {}
         value = 0.0
         for phase in self.objective.phases:
             for repeat in range(phase.repeats):
                 with self.weights.training(phase.role):
-                    value, seen = self._accumulate(phase, repeat, step, total)
+                    value, seen = self._accumulate(phase, repeat, step, window)
                     self._require_finite(value, seen)
                     learning_rates[phase.role], norms[phase.role] = self._update(phase.role, step, seen)
         self.weights.advance(step + 1)
@@ -253,17 +260,18 @@ class Trainer:
             )
         )
 
-    def _accumulate(self, phase: Phase, repeat: int, step: int, total: float) -> tuple[float, list[tuple[str, Tensor]]]:
+    def _accumulate(
+        self, phase: Phase, repeat: int, step: int, window: Sequence[MicroBatch]
+    ) -> tuple[float, list[tuple[str, Tensor]]]:
         """Backward over the window; every sample weighs the same, however the batches are cut.
 
         Returns the window's loss and (file, loss) of its samples for messages.
         """
-        window = self.source.window(step, self.accelerator.process_index)
+        total = sum(sum(micro.weights) for micro in window)
         seen: list[tuple[str, Tensor]] = []
         value: Tensor | None = None
         for index, micro in enumerate(window):
-            rank = self.accelerator.process_index
-            self.loss_run.reseed(self.settings.train.seed, step, phase.role, repeat, index, rank)
+            self.loss_run.reseed(self.settings.train.seed, step, phase.role, repeat, index)
             batch = self.source.load(micro, self.loss_run.generator, live_text=bool(self.method.text_members()))
             per_sample, _ = self.objective.loss(phase, batch, self.loss_run)
             loss = (per_sample * torch.tensor(micro.weights, device=per_sample.device)).sum() / total
@@ -329,22 +337,34 @@ class Trainer:
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
         """The weights that are shown and exported: the average where there is one, else the live ones."""
-        with self.optimizers[POLICY].evaluation(), self.weights.using(EMA if EMA in self.weights.roles else POLICY):
-            yield
+        role = EMA if EMA in self.weights.roles else POLICY
+        training = self.bundle.training
+        self.bundle.eval()
+        try:
+            with self.optimizers[POLICY].evaluation(), self.weights.using(role):
+                yield
+        finally:
+            self.bundle.train(training)
+
+    def _conditioning(self, prompt: str) -> Conditioning:
+        """From the cache, or computed now when the text encoders train."""
+        if not self.method.text_members():
+            return self.source.conditioning(prompt)
+        return self.family.encode_text(self.parts, [prompt])[0]
 
     def _sample(self) -> None:
         """A picture for each prompt, always from the same seeds."""
         if not self.settings.samples.every:
             return
         shot = Shot(self.plan.preview_size, self.plan.preview_steps, self.plan.preview_guidance)
-        negative = self.source.conditioning(self.settings.samples.negative_prompt)
         report = _progress(self.log, "sample")
         with disk_errors(self.run_folder.samples):
             self.run_folder.samples.mkdir(exist_ok=True)
         for index, prompt in enumerate(self.plan.prompts):
             seed = self.settings.samples.seed + index
             with self.evaluation():
-                positive = [self.source.conditioning(prompt)]
+                negative = self._conditioning(self.settings.samples.negative_prompt)
+                positive = [self._conditioning(prompt)]
                 pictures = sample(self.family, self.parts, positive, negative, [seed], shot, self.precision)
             path = self.run_folder.samples / f"step-{self.step:06d}-{index:02d}.png"
             with disk_errors(path):
@@ -354,20 +374,22 @@ class Trainer:
             report(index + 1, len(self.plan.prompts))
 
     def _save(self) -> None:
-        """Write a checkpoint; it appears whole or not at all."""
+        """Write a checkpoint; it appears whole or not at all. A step that has one keeps it: there is nothing new."""
         root = self.run_folder.checkpoints
-        try:
-            with disk_errors(root):
-                path = self._write_checkpoint(root)
-                checkpoints.prune(root, self.settings.checkpoints.keep)
-        except SafetensorError as error:  # how safetensors reports a full disk
-            raise WorkspaceError(
-                f"cannot write a checkpoint to {root}: {error}", "free some space on the disk"
-            ) from error
-        relative = path.relative_to(self.run_folder.path).as_posix()
+        if self._saved != self.step:
+            try:
+                with disk_errors(root):
+                    self._write_checkpoint(root)
+                    self._saved = self.step
+                    checkpoints.prune(root, self.settings.checkpoints.keep)
+            except SafetensorError as error:  # how safetensors reports a full disk
+                raise WorkspaceError(
+                    f"cannot write a checkpoint to {root}: {error}", "free some space on the disk"
+                ) from error
+        relative = checkpoints.step_folder(root, self.step).relative_to(self.run_folder.path).as_posix()
         self.log.append(events.Checkpoint(step=self.step, path=relative))
 
-    def _write_checkpoint(self, root: Path) -> Path:
+    def _write_checkpoint(self, root: Path) -> None:
         writer = checkpoints.Writer(root, self.step)
         plain: dict[str, Mapping[str, Any]] = {}
         component = self.family.spec.denoiser
@@ -378,7 +400,7 @@ class Trainer:
                 writer.add_tensors(role.name, "optimizer", tensors, component=component)
             elif role.kind == "lagging":
                 writer.add_tensors(role.name, "lagging", self.weights.lagging(role.name), component=component)
-        return writer.commit(
+        writer.commit(
             checkpoints.Manifest(
                 step=self.step,
                 epoch=self.plan.sampler.position(self.step)[0],
@@ -455,32 +477,14 @@ def _resume_point(run: RunFolder, plan: Plan) -> checkpoints.Manifest | None:
     if folder is None:
         return None
     manifest = checkpoints.read_manifest(folder)
-    now, then = _flat(plan.settings.model_dump(mode="json")), _flat(manifest.settings)
-    changed = [
-        key for key in sorted(now.keys() | then.keys())
-        if now.get(key) != then.get(key) and not key.startswith(MAY_CHANGE_ON_RESUME)
-    ]  # fmt: skip
-    if changed:
-        raise CheckpointError(
-            f"{folder} was trained with other settings",
-            "start a new run for other settings; a resumed run goes on exactly",
-            problems=[Problem(key, f"was {then.get(key)!r}, is now {now.get(key)!r}") for key in changed],
-        )
+    problems = changed(manifest.settings, plan.settings.model_dump(mode="json"))
+    if problems:
+        raise CheckpointError(f"{folder} was trained with other settings", problems=problems)
     if manifest.base != plan.base.located.identity([plan.base.family.spec.denoiser]):
         raise CheckpointError(f"the base {plan.settings.base.source} has changed since {folder.name} was written")
     if manifest.step > plan.total_steps:
         raise CheckpointError(f"{folder.name} is beyond the {plan.total_steps} steps of this run", "raise train.steps")
     return manifest
-
-
-def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in data.items():
-        if isinstance(value, Mapping) and value:
-            flat.update(_flat(value, f"{prefix}{key}."))
-        else:
-            flat[prefix + key] = list(value) if isinstance(value, tuple) else value
-    return flat
 
 
 def _progress(log: EventLog, phase: str) -> Callable[[int, int], None]:

@@ -188,6 +188,8 @@ class Family(ABC):
             suffixes = self.spec.lora_targets[targets]
             prefixes = tuple(f"{name}." for name in self.spec.block_lists)
             return [n for n in layers if n.startswith(prefixes) and n.endswith(tuple(f".{s}" for s in suffixes))]
+        if not targets:
+            raise SettingsError("method.targets: the list is empty, so nothing would be trained", "name a preset or patterns")
         chosen: list[str] = []
         for pattern in targets:
             found = [n for n in layers if fnmatch.fnmatchcase(n, pattern) or fnmatch.fnmatchcase(n, f"*.{pattern}")]

@@ -100,7 +100,8 @@ class Flux1(Family):
         height, width = latents.shape[-2:]
         hidden = conditioning["hidden"]
         guidance = None
-        if denoiser.config.guidance_embeds:  # (B,): the transformer multiplies by 1000 itself
+        if denoiser.config.guidance_embeds:  # type: ignore[union-attr]
+            # (B,): the transformer multiplies by 1000 itself
             guidance = torch.full((latents.shape[0],), extras.guidance, device=latents.device, dtype=torch.float32)
         prediction = denoiser(
             hidden_states=pack(latents),
@@ -134,7 +135,7 @@ class Flux1(Family):
         """Bases that embed guidance are given it as such; others are guided the classical way against the negative."""
         text = self.collate(positive, device)
         arguments = {"prompt_embeds": text["hidden"], "pooled_prompt_embeds": text["pooled"]}
-        if denoiser.config.guidance_embeds:
+        if denoiser.config.guidance_embeds:  # type: ignore[union-attr]
             return {**arguments, "guidance_scale": guidance_scale}
         against = self.collate(negative, device)
         return {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import BaseModelError, SettingsError
 from ..settings.schema import Base
@@ -37,25 +37,30 @@ def get(family_id: str) -> Family:
 
 def open_base(base: Base) -> tuple[Family, LocatedBase]:
     """Find the base and its family. Raises BaseModelError when it is missing, unsupported or of another family."""
-    located = locate(base)
-    if located.kind == "single_file":
-        family = get(base.family or "sd15")
-        if not family.spec.single_file:
-            raise BaseModelError(
-                f"{located.name}: {family.spec.title} is not read from a single file",
-                "give a folder in diffusers format",
-            )
-        return family, located
-    pipeline = str(located.index.get("_class_name"))
+    located = locate(base, lambda name, index: _family_id(name, index, base.family))
+    family = get(_family_id(located.name, located.index, base.family))
+    if located.kind == "single_file" and not family.spec.single_file:
+        raise BaseModelError(
+            f"{located.name}: {family.spec.title} is not read from a single file", "give a folder in diffusers format"
+        )
+    return family, located
+
+
+def _family_id(name: str, index: Mapping[str, Any], wanted: str | None) -> str:
+    pipeline = index.get("_class_name")
+    if not isinstance(pipeline, str):
+        raise BaseModelError(
+            f"{name} does not name a pipeline of diffusers in its model_index.json, or wants code of its own",
+            f"supported are {', '.join(PIPELINES)}",
+        )
     found = PIPELINES.get(pipeline)
     if found is None:
         raise BaseModelError(
-            f"{located.name} is a {pipeline}, which cannot be trained here yet",
-            f"supported are {', '.join(PIPELINES)}",
+            f"{name} is a {pipeline}, which cannot be trained here yet", f"supported are {', '.join(PIPELINES)}"
         )
-    if base.family not in (None, found):
+    if wanted not in (None, found):
         raise BaseModelError(
-            f"{located.name} is of family '{found}', but base.family says '{base.family}'",
+            f"{name} is of family '{found}', but base.family says '{wanted}'",
             f"set base.family to '{found}' or leave it out",
         )
-    return get(found), located
+    return found

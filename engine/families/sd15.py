@@ -49,13 +49,11 @@ class StableDiffusion15(Family):
     )
 
     def pixel_multiple(self, located: LocatedBase) -> int:
-        if located.kind == "single_file":
-            return 64
         levels = len(located.config("unet")["block_out_channels"])
         return self.vae_factor(located.config("vae")) * 2 ** (levels - 1)
 
     def resolution(self, located: LocatedBase) -> int:
-        if "resolution" in located.defaults or located.kind == "single_file":
+        if "resolution" in located.defaults:
             return super().resolution(located)
         size = located.config("unet").get("sample_size")
         return int(size) * self.vae_factor(located.config("vae")) if size else self.spec.native_resolution

@@ -53,7 +53,7 @@ def add_adapter(module: nn.Module, settings: Lora, modules: list[str], name: str
     """Put an adapter on the named modules; down random, up zero, so that nothing changes at first."""
     config = LoraConfig(
         r=settings.rank,
-        lora_alpha=settings.effective_alpha,  # type: ignore[arg-type]  # peft takes fractions
+        lora_alpha=settings.effective_alpha,  # peft says int and takes fractions
         lora_dropout=settings.dropout,
         use_rslora=settings.rank_stabilised,
         use_dora=settings.dora,
@@ -124,8 +124,8 @@ def set_weights(module: nn.Module, adapter: str, weights: Mapping[str, LoraLayer
     for path, layer in layers.items():
         source = weights[path]
         pairs: list[tuple[nn.Parameter, Tensor | None]] = [
-            (layer.lora_A[adapter].weight, source.down),  # type: ignore[index, union-attr]
-            (layer.lora_B[adapter].weight, source.up),  # type: ignore[index, union-attr]
+            (layer.lora_A[adapter].weight, source.down),
+            (layer.lora_B[adapter].weight, source.up),
         ]
         magnitudes = getattr(layer, "lora_magnitude_vector", {})
         if adapter in magnitudes:

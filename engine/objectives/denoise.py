@@ -13,6 +13,7 @@ class Denoise:
 
     roles: tuple[str, ...] = ("policy",)
     phases: tuple[Phase, ...] = (Phase("policy"),)
+    needs: frozenset[str] = frozenset({"clean", "text"})
 
     def __init__(self, settings: DenoiseSettings) -> None:
         self.settings = settings

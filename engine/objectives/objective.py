@@ -13,6 +13,8 @@ from torch import Tensor
 
 from ..state import LatentState
 
+Text = Mapping[str, Tensor] | Sequence[str]  # collated conditioning, or prompts when text encoders train
+
 
 @dataclass(frozen=True)
 class Phase:
@@ -26,12 +28,12 @@ class Phase:
 class Batch:
     """What a source fills and an objective reads.
 
-    clean: latents without noise. text: collated conditioning, or prompts when text encoders train. mask: loss weights
-    that broadcast to `clean`, None counts everything. files: names for messages.
+    clean: latents without noise. mask: loss weights that broadcast to `clean`, None counts everything. files: names for
+    messages.
     """
 
     clean: LatentState
-    text: Mapping[str, Tensor] | Sequence[str]
+    text: Text
     mask: LatentState | None = None
     files: tuple[str, ...] = ()
 
@@ -39,7 +41,7 @@ class Batch:
 class Run(Protocol):
     """All that an objective may touch."""
 
-    def predict(self, role: str, noisy: LatentState, level: Tensor, text: object, *, grad: bool = False) -> LatentState:
+    def predict(self, role: str, noisy: LatentState, level: Tensor, text: Text, *, grad: bool = False) -> LatentState:
         """Prediction of a role; without grad nothing is remembered for a backward."""
 
     def levels(self, batch: Batch) -> Tensor:
@@ -62,8 +64,11 @@ class Run(Protocol):
 
 
 class Objective(Protocol):
+    """roles: names it computes with. phases: what trains, in order. needs: fields of `Batch` it reads."""
+
     roles: tuple[str, ...]
     phases: tuple[Phase, ...]
+    needs: frozenset[str]
 
     def loss(self, phase: Phase, batch: Batch, run: Run) -> tuple[Tensor, dict[str, Tensor]]:
         """Per-sample loss (B,) and metrics (B,) by fixed names."""

@@ -1,6 +1,17 @@
 """Every setting there is, and reading and writing it. Imports no torch."""
 
-from .loading import load, parse, read_toml, set_dotted, to_toml
+from .loading import load, parse, read_toml, resolve_paths, set_dotted, to_toml
+from .resuming import changed
 from .schema import SCHEMA_VERSION, Settings
 
-__all__ = ["SCHEMA_VERSION", "Settings", "load", "parse", "read_toml", "set_dotted", "to_toml"]
+__all__ = [
+    "SCHEMA_VERSION",
+    "Settings",
+    "changed",
+    "load",
+    "parse",
+    "read_toml",
+    "resolve_paths",
+    "set_dotted",
+    "to_toml",
+]

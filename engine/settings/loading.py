@@ -27,7 +27,7 @@ def load(path: Path, overrides: Iterable[str] = ()) -> Settings:
     data = read_toml(path)
     for override in overrides:
         set_dotted(data, override)
-    _resolve_relative_paths(data, path.parent)
+    resolve_paths(data, path.parent)
     return parse(data, origin=path.name)
 
 
@@ -89,14 +89,15 @@ def set_dotted(data: dict[str, Any], override: str) -> None:
     target[keys[-1]] = value
 
 
-def _resolve_relative_paths(data: dict[str, Any], folder: Path) -> None:
-    dataset, base = data.get("dataset"), data.get("base")
-    if isinstance(dataset, dict) and isinstance(dataset.get("folder"), str) and dataset["folder"]:
-        dataset["folder"] = str((folder / Path(dataset["folder"]).expanduser()).resolve())
-    if isinstance(base, dict) and isinstance(base.get("source"), str) and base["source"]:
-        candidate = folder / Path(base["source"]).expanduser()
-        if candidate.exists():  # anything else may be a hub id or an embedded base
-            base["source"] = str(candidate.resolve())
+def resolve_paths(data: dict[str, Any], folder: Path) -> None:
+    """Make a relative data set folder, and a base that is a file or folder here, absolute; in place."""
+    for section, key in (("dataset", "folder"), ("base", "source")):
+        values = data.get(section)
+        if not isinstance(values, dict) or not isinstance(values.get(key), str) or not values[key]:
+            continue
+        path = (folder / Path(values[key]).expanduser()).absolute()
+        if section == "dataset" or path.exists():  # another base may be a hub id or an embedded one
+            values[key] = str(path)
 
 
 def _with_variants(data: Any, section: type[BaseModel]) -> Any:
@@ -108,7 +109,7 @@ def _with_variants(data: Any, section: type[BaseModel]) -> Any:
         value = data.get(name)
         if not isinstance(value, Mapping):
             continue
-        choices = _sections_in(field.annotation)
+        choices = sections_in(field.annotation)
         if field.discriminator == "type":
             value = {"type": field.get_default(call_default_factory=True).type, **value}
             choices = [c for c in choices if c.model_fields["type"].default == value["type"]]
@@ -155,11 +156,12 @@ def _settings_path(loc: tuple[int | str, ...]) -> tuple[list[str], list[type[Bas
                 continue  # pydantic's name of a union member, not a key
         keys.append(str(part))
         if part in fields:
-            sections = _sections_in(fields[part].annotation) or []
+            sections = sections_in(fields[part].annotation) or []
     return keys, sections
 
 
-def _sections_in(annotation: Any) -> list[type[BaseModel]]:
+def sections_in(annotation: Any) -> list[type[BaseModel]]:
+    """The settings classes that a field's annotation names."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [section for argument in get_args(annotation) for section in _sections_in(argument)]
+    return [section for argument in get_args(annotation) for section in sections_in(argument)]

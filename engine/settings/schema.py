@@ -7,11 +7,11 @@ are discriminated unions on `type`, so that only fields that apply exist. Nothin
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION: Final = 1
 
 
 class Section(BaseModel):

@@ -13,24 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import settings, trained
-from ..errors import ExportError, SettingsError
-from ..families.family import Conditioning, Extras, Parts
-from ..families.loading import load
-from ..lora_weights import LoraWeights
-from ..methods.lora import LoraMethod, remove_adapters, set_weights
-from ..noise import Diffusion
-from ..plan import BasePlan
-from ..precision import DTYPES
-from ..roles import POLICY, Bundle
-from ..runs import RunFolder
-from ..seeds import seed_of
-from ..settings.schema import Lora, Settings
-from ..state import LatentState
-from ..workspace import clean_name, disk_errors
-from .formats import write_lora
-from .metadata import build_metadata
-from .verification import verify_export
+from . import settings, trained
+from .errors import ExportError, SettingsError
+from .exports.formats import write_lora
+from .exports.metadata import build_metadata
+from .exports.verification import verify_export
+from .families.family import Conditioning, Extras, Parts
+from .families.loading import load
+from .lora_weights import LoraWeights
+from .methods.lora import LoraMethod, remove_adapters, set_weights
+from .noise import Diffusion
+from .plan import BasePlan
+from .precision import DTYPES
+from .roles import POLICY, Bundle
+from .runs import RunFolder
+from .seeds import seed_of
+from .settings.schema import Lora, Settings
+from .state import LatentState
+from .workspace import clean_name, disk_errors
 
 # Largest difference of a prediction, relative to its spread, that rounding to a format explains.
 TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 1e-1}
@@ -62,7 +62,9 @@ def probe(base: BasePlan, parts: Parts, text: Conditioning) -> Callable[[], Tens
     device = next(denoiser.parameters()).device
     vae = _vae_config(base, parts)
     side = family.pixel_multiple(base.located) * 4 // family.vae_factor(vae)
-    noisy = torch.randn(1, vae["latent_channels"], side, side, generator=torch.Generator().manual_seed(seed_of("probe")))
+    noisy = torch.randn(
+        1, vae["latent_channels"], side, side, generator=torch.Generator().manual_seed(seed_of("probe"))
+    )
     level = base.parameterisation.snap(torch.tensor([0.5], dtype=torch.float64)).to(device)
     time = family.model_time(base.parameterisation, level)
     conditioning = family.collate([text], device)
@@ -167,8 +169,8 @@ def _save_other_components(base: BasePlan, target: Path) -> None:
 
 
 def _relocated(base: BasePlan, target: Path) -> Any:
-    from ..families.sources import locate
-    from ..settings.schema import Base
+    from .families.sources import locate
+    from .settings.schema import Base
 
     return locate(Base(source=str(target)))
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch
 
-from ..families.loading import load
-from ..families.registry import open_base
-from ..settings.schema import Base
-from .comfy_keys import unread_keys
-from .formats import describe, read_lora, read_tensors
-from .verification import load_into_pipeline
+from .exports.comfy_keys import unread_keys
+from .exports.formats import describe, read_lora, read_tensors
+from .exports.verification import load_into_pipeline
+from .families.loading import load
+from .families.registry import open_base
+from .settings.schema import Base
 
 
 def verify_file(path: Path, *, base: str | None) -> dict[str, object]:
