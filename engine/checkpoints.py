@@ -51,7 +51,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds. `settings` is the complete run; `optimizer` and `scaler` are plain values of the state."""
+    """What a checkpoint holds. `settings` is the complete run; `optimizer` and `scaler` are plain values."""
 
     step: int
     epoch: int

@@ -438,13 +438,17 @@ def demo(
         return
     print(f"pictures in the taught style: {result.before:.0%} before, {result.after:.0%} after")
     print(f"pictures: {result.contact_sheet}\nLoRA:     {result.lora}\nrun:      {result.run.path}")
+    print(f'next:     safelight preview {result.run.name} --prompt "neon style, a red heart" --sweep 0,0.5,1')
+    print("          or your own pictures: safelight train --preset embedded-lora --set base.source=embedded/unet \\")
+    print("          --set dataset.folder=FOLDER")
 
 
 @app.command()
 def preview(
     source: Annotated[str, typer.Argument(help="A run, or a LoRA file.")],
     prompt: Annotated[list[str] | None, typer.Option(help="What to draw. Repeatable; otherwise as in the run.")] = None,
-    strength: Annotated[list[float] | None, typer.Option(help="Strength of the LoRA. Repeatable.")] = None,
+    strength: Annotated[float, typer.Option(help="Strength of the LoRA; 0 draws the base.")] = 1.0,
+    sweep: Annotated[str, typer.Option(help="Several strengths, for example 0,0.5,1; also makes a strip.")] = "",
     base: Annotated[str | None, typer.Option(help="The base model; otherwise the one that was trained on.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the first picture.", min=0)] = 0,
     steps: Annotated[int | None, typer.Option(help="Sampler steps; otherwise the base's usual number.", min=1)] = None,
@@ -457,7 +461,7 @@ def preview(
 ) -> None:
     """Draw pictures with what was trained.
 
-    Example: safelight preview my-run --prompt "a red circle" --strength 0 --strength 1
+    Example: safelight preview my-run --prompt "a red circle" --sweep 0,0.5,1
     """
     from .preview import preview as draw
 
@@ -470,7 +474,7 @@ def preview(
         steps=steps,
         guidance_scale=guidance_scale,
         size=_size(size) if size else None,
-        strengths=tuple(strength or (1.0,)),
+        strengths=_strengths(sweep) if sweep else (strength,),
         base=base,
         negative_prompt=negative_prompt,
         out=out,
@@ -528,6 +532,16 @@ def verify(
 def _source(place: Workspace, text: str) -> Path | RunFolder:
     path = Path(text).expanduser()
     return path if path.suffix == ".safetensors" else runs.find(place, text)
+
+
+def _strengths(text: str) -> tuple[float, ...]:
+    try:
+        strengths = tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise SettingsError(f"--sweep: '{text}' is not a list of numbers", "for example 0,0.5,1") from error
+    if not all(math.isfinite(strength) for strength in strengths):
+        raise SettingsError(f"--sweep: '{text}' holds a value that is not finite", "for example 0,0.5,1")
+    return strengths
 
 
 def _size(text: str) -> tuple[int, int]:

@@ -123,7 +123,7 @@ def contact_sheet(
     before: Sequence[Image.Image], after: Sequence[Image.Image], prompts: Sequence[str], shares: Sequence[float]
 ) -> Image.Image:
     """Two rows of pictures with the same prompt and seed in each column."""
-    left, top, gap, words = 150, 44, 10, 44
+    left, top, gap, words = 150, 44, 10, 56
     width = left + len(prompts) * (TILE_PX + gap)
     sheet = Image.new("RGB", (width, top + 2 * (TILE_PX + gap) + words), "#16130f")
     pen = ImageDraw.Draw(sheet)
@@ -137,7 +137,7 @@ def contact_sheet(
             sheet.paste(tile, (left + column * (TILE_PX + gap), y))
     for column, prompt in enumerate(prompts):
         x, y = left + column * (TILE_PX + gap), top + 2 * (TILE_PX + gap)
-        for line, text in enumerate(_wrapped(prompt, 22)[:3]):
+        for line, text in enumerate(_wrapped(prompt, 24)):
             pen.text((x, y + 13 * line), text, fill="#a79c8c", font_size=11)
     return sheet
 

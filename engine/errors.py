@@ -25,7 +25,7 @@ class Problem:
 
 
 class SafelightError(Exception):
-    """A refusal with a remedy. `code` is stable and can be tested; `problems` lists every finding, not only the first."""
+    """A refusal with a remedy. `code` is stable and can be tested; `problems` lists all findings."""
 
     code = "error"
 

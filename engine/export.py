@@ -1,4 +1,4 @@
-"""From trained weights to files for other programs. No file counts as exported before it was loaded back and compared."""
+"""From trained weights to files for other programs. No file counts before it was loaded back and compared."""
 
 from __future__ import annotations
 

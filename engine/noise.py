@@ -137,7 +137,7 @@ class Diffusion:
 
 
 def min_snr_weight(diffusion: Diffusion, level: Tensor, gamma: float) -> Tensor:
-    """min(snr, gamma) / snr for epsilon, / (snr + 1) for v (Hang et al. 2023, arXiv:2303.09556, eq. 6 and app. A) (B,)."""
+    """min(snr, gamma) / snr for epsilon, / (snr + 1) for v (Hang et al. 2023, arXiv:2303.09556, eq. 6); (B,)."""
     snr = diffusion.signal_to_noise(level)
     divisor = snr if diffusion.prediction_type == "epsilon" else snr + 1.0
     return snr.clamp_max(gamma) / divisor

@@ -55,16 +55,16 @@ class Plan:
     prompts: tuple[str, ...]
 
     def doubts(self) -> list[str]:
-        """What is allowed and probably not meant. The base may say which sizes it was trained at."""
+        """What had to be assumed, and what is allowed and probably not meant. A base may say which sizes it knows."""
         known = self.base.located.sizes
         used = {bucket.size for bucket in self.buckets.buckets} | {self.preview_size}
         odd = sorted(used - set(known)) if known else []
-        if not odd:
-            return []
-        shown = ", ".join(f"{height}x{width}" for height, width in odd[:5])
-        return [
-            f"{self.base.located.name} was never trained at {shown} px (height x width); pictures may come out torn there"
-        ]
+        doubts = list(self.base.located.notes)
+        if odd:
+            shown = ", ".join(f"{height}x{width}" for height, width in odd[:5])
+            name = self.base.located.name
+            doubts.append(f"{name} was never trained at {shown} px (height x width); pictures may be torn there")
+        return doubts
 
     def summary(self) -> dict[str, object]:
         """The effective values, for the event log and for people."""
@@ -122,7 +122,7 @@ def scheduler_config(located: LocatedBase) -> dict[str, Any]:
 
 
 def plan_run(settings: Settings, *, world_size: int = 1, progress: Callable[[int, int], None] | None = None) -> Plan:
-    """Check everything and decide everything. Raises SettingsError, DatasetError or BaseModelError with all findings."""
+    """Check everything and decide everything. Raises SettingsError, DatasetError, BaseModelError with all findings."""
     base = plan_base(settings)
     family, located = base.family, base.located
     optim.require_available(settings.optimizer, settings.schedule, base.device)

@@ -46,8 +46,8 @@ class Previewer:
         if not report.complete:
             odd = [*report.missing, *report.unread]
             raise LoraFileError(
-                f"{path.name} does not fit {self.base.located.name}: {len(odd)} of its layers are not there, for instance "
-                f"{odd[0]}",
+                f"{path.name} does not fit {self.base.located.name}: {len(odd)} of its layers are not "
+                f"there, for instance {odd[0]}",
                 "choose the base that it was trained on",
             )
         self._has_lora = True
@@ -121,7 +121,7 @@ def preview(
     negative_prompt: str,
     out: Path,
 ) -> list[Path]:
-    """Draw every prompt at every strength, with the same seed at each strength, into PNG files with their making inside.
+    """Draw every prompt at every strength, with the same seed at each, into PNG files that say how they were made.
 
     Several strengths also give one strip a prompt. Prompts default to the run's own. Returns the written files.
     """

@@ -35,8 +35,8 @@ def sample(
 ) -> list[Image.Image]:
     """One picture per conditioning. The denoiser, the VAE and the scheduler must be loaded.
 
-    The noise comes from a CPU generator with the picture's seed, as in `pipeline(generator=torch.Generator().manual_seed(seed))`,
-    so another program with the same seed gets the same picture. The global random state is left as it was.
+    The noise comes from a CPU generator with the picture's seed, as `pipeline(generator=…)` takes it, so another
+    program with the same seed gets the same picture. The global random state is left as it was.
     """
     denoiser = parts[family.spec.denoiser]
     pipeline = family.pipeline(parts)

@@ -95,7 +95,7 @@ def per_sample(values: Tensor, like: Tensor) -> Tensor:
 def mean_active(errors: LatentState, mask: LatentState | None = None) -> Tensor:
     """The one reduction: weighted mean over all elements of all components -> (B,).
 
-    errors: raw per-element values (B, ...). mask: weights that broadcast to them; an element of weight 0 does not count,
+    errors: raw per-element values (B, ...). mask: weights that broadcast to them; an element of weight 0 counts
     neither in the sum nor in the number. Components weigh by their number of elements, not equally. A sample whose mask
     is empty contributes zero.
     """

@@ -121,7 +121,7 @@ class Trainer:
             self._restore(point)
         self.base_identity = plan.base.located.identity([self.family.spec.denoiser])
 
-    # --- before the first step -----------------------------------------------------------------------------------------
+    # --- before the first step --------------------------------------------------------------------------------------
 
     def _encode(self) -> Parts:
         """Fill the cache; keep the VAE, the scheduler and, when they train, the text encoders."""
@@ -151,7 +151,7 @@ class Trainer:
             self.log.append(
                 events.Warning(
                     "captions",
-                    f"{len(long)} captions are longer than the base reads; the end is cut off after {reads} tokens, for "
+                    f"{len(long)} captions are longer than the base reads; they are cut off after {reads} tokens, for "
                     f"instance of '{long[0][:60]}…' with {has}",
                 )
             )
@@ -211,7 +211,7 @@ class Trainer:
             for name, tensor in own.items():
                 tensor.copy_(saved[name])
 
-    # --- the run -------------------------------------------------------------------------------------------------------
+    # --- the run ----------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """From the baseline sample to the verified file."""
@@ -303,7 +303,7 @@ class Trainer:
         if self.precision.scale is None and not abs(norm) < float("inf"):
             raise TrainingError(
                 f"the gradient of step {step + 1} is not finite; training stopped before the weights were touched",
-                "lower optimizer.lr or use a wider train.precision; `safelight resume` goes on from the last checkpoint",
+                "lower optimizer.lr or widen train.precision; `safelight resume` goes on from the last checkpoint",
                 problems=[Problem(name, "was in the batch") for name, _ in seen],
             )
         self.precision.step(optimizer.optimizer)
@@ -332,7 +332,7 @@ class Trainer:
                 return None
             time.sleep(PAUSE_POLL_S)
 
-    # --- what a user gets ----------------------------------------------------------------------------------------------
+    # --- what a user gets -------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
@@ -413,7 +413,7 @@ class Trainer:
             )
         )
 
-    # --- the end -------------------------------------------------------------------------------------------------------
+    # --- the end ----------------------------------------------------------------------------------------------------
 
     def _proof(self) -> dict[str, object]:
         """Evidence that the policy moved and that the base did not."""

@@ -77,7 +77,8 @@ def test_a_folder_of_photos_and_a_base_are_enough_to_train_a_lora_that_plain_dif
     base: str, photos: Path, tmp_path: Path
 ) -> None:
     settings = tmp_path / "photos.toml"
-    settings.write_text(f'[base]\nsource = "embedded/{base}"\n[dataset]\nfolder = "{photos.as_posix()}"\n', encoding="utf-8")
+    lines = ["[base]", f'source = "embedded/{base}"', "[dataset]", f'folder = "{photos.as_posix()}"']
+    settings.write_text("\n".join(lines), encoding="utf-8")
     overrides = ["train.steps=300", "method.rank=4", "method.alpha=8.0", "optimizer.lr=1e-3", "samples.every=150"]
     safelight("train", settings, *(x for o in overrides for x in ("--set", o)), workspace=tmp_path / "home")
     (run,) = safelight("runs", "--json", workspace=tmp_path / "home")
@@ -104,8 +105,9 @@ def test_a_folder_of_photos_and_a_base_are_enough_to_train_a_lora_that_plain_dif
         theirs = plain_diffusers_image(base, file, "a photo of coffee", 5, 8, 2.0)
         assert np.abs(ours - theirs).max() < 1e-3 + 0.5 / 255  # ours went through 8 bits
         off = safelight(
-            "preview", file, "--base", f"embedded/{base}", "--prompt", "a photo of coffee", "--seed", 5, "--strength", 0,
-            "--steps", 8, "--guidance", 2, "--out", tmp_path / f"{file.stem}-off", "--json", workspace=tmp_path / "home",
+            "preview", file, "--base", f"embedded/{base}", "--prompt", "a photo of coffee", "--seed", 5, "--strength",
+            0, "--steps", 8, "--guidance", 2, "--out", tmp_path / f"{file.stem}-off", "--json",
+            workspace=tmp_path / "home",
         )  # fmt: skip
         assert np.abs(np.asarray(Image.open(off["pictures"][0]), dtype=np.float64) / 255 - ours).max() > 0.05
 

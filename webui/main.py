@@ -9,6 +9,7 @@ from pathlib import Path
 
 from engine import cli
 from engine.errors import SafelightError
+from engine.terminal import EXIT_OK, EXIT_USER
 from engine.workspace import locate, make_folder
 
 
@@ -22,8 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _open_page(given.workspace, given.port, browser=not given.no_browser)
     except SafelightError as error:
         print(f"error: {error}", file=sys.stderr)
-        return cli.EXIT_USER
-    return cli.EXIT_OK
+        return EXIT_USER
+    return EXIT_OK
 
 
 def _page_arguments(arguments: Sequence[str]) -> argparse.Namespace:

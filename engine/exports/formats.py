@@ -62,7 +62,7 @@ def write_lora(
     family cannot express and for values that are not finite, also after rounding.
     """
     if format == "kohya" and family not in FAMILIES:
-        raise ExportError(f"kohya has no names for the layers of family '{family}'", "use export.formats = ['diffusers']")
+        raise ExportError(f"kohya has no names for the layers of family '{family}'", "use the diffusers format")
     check_finite(weights)
     cpu = _on_cpu(weights)
     if format == "diffusers":

@@ -142,7 +142,7 @@ class Family(ABC):
         """(tokens the prompt has, tokens the base reads), for the encoder that reads most."""
 
     def collate(self, conditioning: Sequence[Conditioning], device: torch.device) -> dict[str, Tensor]:
-        """Conditioning of several prompts -> batched tensors. The only place that pads; this default needs equal lengths."""
+        """Conditioning of several prompts -> batched tensors. The only place that pads; this needs equal lengths."""
         return {key: torch.stack([c[key] for c in conditioning]).to(device) for key in conditioning[0]}
 
     # --- denoising ---------------------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ class Family(ABC):
             prefixes = tuple(f"{name}." for name in self.spec.block_lists)
             return [n for n in layers if n.startswith(prefixes) and n.endswith(tuple(f".{s}" for s in suffixes))]
         if not targets:
-            raise SettingsError("method.targets: the list is empty, so nothing would be trained", "name a preset or patterns")
+            raise SettingsError("method.targets: the list is empty, nothing would train", "name a preset or patterns")
         chosen: list[str] = []
         for pattern in targets:
             found = [n for n in layers if fnmatch.fnmatchcase(n, pattern) or fnmatch.fnmatchcase(n, f"*.{pattern}")]

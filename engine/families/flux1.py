@@ -73,7 +73,7 @@ class Flux1(Family):
         return [{"hidden": h, "pooled": p} for h, p in zip(hidden, pooled, strict=True)]
 
     def t5_tokens(self, parts: Parts) -> int:
-        """Text length the base was trained with: its own tokenizer's limit, 512 at most, as diffusers' pipeline has it."""
+        """Text length the base was trained with: its tokenizer's limit, 512 at most, as diffusers' pipeline has it."""
         return min(MAX_T5_TOKENS, int(parts["tokenizer_2"].model_max_length))
 
     def count_tokens(self, parts: Parts, prompt: str) -> tuple[int, int]:

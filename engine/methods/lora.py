@@ -98,7 +98,7 @@ def layer_weights(layer: Any, adapter: str, settings: Lora) -> LoraLayer:
 
 
 def weights_from_parameters(parameters: Mapping[str, Tensor], settings: Lora) -> LoraWeights:
-    """Adapter parameters by their names in a `Bundle`, as a checkpoint holds them -> weights by component and module."""
+    """Adapter parameters by their names in a `Bundle`, as a checkpoint has them -> weights by component and module."""
     found: dict[str, dict[str, LoraLayer]] = {}
     for name, down in parameters.items():
         stem, middle, _ = name.partition(f".lora_A.{POLICY}.weight")

@@ -9,7 +9,7 @@ from .objective import Batch, Phase, Run
 
 
 class Denoise:
-    """E over level and noise of the mean of (prediction - target)^2, or Huber (Ho et al. 2020, arXiv:2006.11239, eq. 14)."""
+    """Mean of (prediction - target)^2 at random levels (Ho et al. 2020, arXiv:2006.11239, eq. 14), or Huber."""
 
     roles: tuple[str, ...] = ("policy",)
     phases: tuple[Phase, ...] = (Phase("policy"),)

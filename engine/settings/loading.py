@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from ..errors import Problem, SettingsError
 from .schema import Settings
 
+_UNION_MEMBER = re.compile(r"str|float|int|bool|tuple|list|function|literal|constrained")
 MAX_FILE_BYTES = 64 * 1024  # a settings file is a page of text; more is a mistake or an attack
 
 
@@ -149,11 +150,8 @@ def _settings_path(loc: tuple[int | str, ...]) -> tuple[list[str], list[type[Bas
         if tagged and part not in fields:
             sections = tagged
             continue
-        if isinstance(part, str) and re.fullmatch(
-            r"(str|float|int|bool|tuple|list|function|literal|constrained).*\[?.*", part
-        ):
-            if part not in fields:
-                continue  # pydantic's name of a union member, not a key
+        if part not in fields and isinstance(part, str) and _UNION_MEMBER.match(part):
+            continue  # pydantic's name of a union member, not a key
         keys.append(str(part))
         if part in fields:
             sections = sections_in(fields[part].annotation) or []

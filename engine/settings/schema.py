@@ -38,7 +38,7 @@ class Base(Section):
     )
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         "auto",
-        description="Number format of the frozen base weights. 'auto' uses the training precision on an accelerator and "
+        description="Number format of the frozen base weights. 'auto' uses the training precision on an accelerator, "
         "fp32 on a CPU. Half formats need half the memory.",
     )
 
@@ -56,7 +56,7 @@ class Dataset(Section):
     )
     missing_captions: Literal["error", "empty", "file_name"] = Field(
         "error",
-        description="An image without a caption: refuse to start, train it with an empty caption, or use its file name.",
+        description="An image without a caption: refuse to start, use an empty caption, or use its file name.",
     )
     bad_images: Literal["error", "skip"] = Field(
         "error",
@@ -69,8 +69,8 @@ class Dataset(Section):
     )
     masks: Literal["none", "file", "alpha"] = Field(
         "none",
-        description="Where the loss counts: everywhere, by 'photo.mask.png' beside the image (white counts fully, black "
-        "not at all), or by the image's own transparency.",
+        description="Where the loss counts: everywhere, by 'photo.mask.png' beside the image (white counts fully, "
+        "black not at all), or by the image's own transparency.",
     )
     flip: bool = Field(
         False, description="Also train every image mirrored left to right. Doubles the cache; wrong for text and faces."
@@ -94,14 +94,14 @@ class Buckets(Section):
 
     resolutions: tuple[Annotated[int, Field(ge=16, le=4096)], ...] = Field(
         (),
-        description="Side in px of a square with the area of a bucket; several values train every image at each of them. "
+        description="Side in px of a square with the area of a bucket; several values train every image at each. "
         "Empty takes the base's own resolution.",
     )
     step: int | None = Field(
         None,
         ge=8,
         le=256,
-        description="Bucket sides are multiples of this many px. Unset takes the smallest that the base allows, at least "
+        description="Bucket sides are multiples of this many px. Unset takes the smallest the base allows, at least "
         "64 for bases of 512 px and more.",
     )
     max_aspect: float = Field(
@@ -132,7 +132,7 @@ class Lora(Section):
     )
     dora: bool = Field(
         False,
-        description="Also train the weight magnitudes (DoRA, arXiv:2402.09353). Slower, and few other programs read it.",
+        description="Also train the weight magnitudes (DoRA, arXiv:2402.09353). Slower; few other programs read it.",
     )
     targets: Literal["attention", "attention+feed_forward", "all"] | tuple[str, ...] = Field(
         "attention+feed_forward",
@@ -189,15 +189,15 @@ class Denoise(Section):
     levels: NoiseLevels = Field(default_factory=AutoLevels, description="How noise levels are drawn.")
     shift: Literal["auto", "none", "resolution"] | Annotated[float, Field(ge=0.05, le=100.0)] = Field(
         "auto",
-        description="Moves noise levels u to s*u / (1 + (s-1)*u). A number is s; 'resolution' grows s with the picture size "
-        "as the base's scheduler says; 'auto' does what the base's scheduler is configured for.",
+        description="Moves noise levels u to s*u / (1 + (s-1)*u). A number is s; 'resolution' grows s with the picture "
+        "size, as the base's scheduler says; 'auto' does what the base's scheduler is configured for.",
     )
     min_snr_gamma: float | None = Field(
         None,
         gt=0.0,
         le=100.0,
-        description="Limits the weight of easy, nearly noiseless steps (min-SNR, arXiv:2303.09556; 5 is usual). Epsilon and "
-        "v bases only.",
+        description="Limits the weight of easy, nearly noiseless steps (min-SNR, arXiv:2303.09556; 5 is usual). For "
+        "epsilon and v bases only.",
     )
     noise_offset: float = Field(
         0.0,
@@ -319,7 +319,7 @@ class CosineRestarts(Schedule):
 LearningRateSchedule = Annotated[Constant | Linear | Cosine | CosineRestarts, Field(discriminator="type")]
 
 
-# --- the run ------------------------------------------------------------------------------------------------------------
+# --- the run ---------------------------------------------------------------------------------------------------------
 
 
 class Train(Section):
@@ -334,7 +334,7 @@ class Train(Section):
     seed: int = Field(0, ge=0, le=2**31 - 1, description="Start of every random draw; same seed, same run.")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         "auto",
-        description="Number format of the computation. 'auto' is bf16 where the device has it, else fp16, fp32 on a CPU.",
+        description="Number format of the computation. 'auto' is bf16 where the device has it, else fp16; fp32 on CPU.",
     )
     gradient_checkpointing: bool = Field(
         False, description="Compute activations twice: much less memory, a third slower."
@@ -344,7 +344,7 @@ class Train(Section):
         None,
         ge=0.0,
         lt=1.0,
-        description="Also keep a slow average of the trained weights, which is what is exported and previewed; 0.999 is usual.",
+        description="Also keep a slow average of the trained weights, which is exported and previewed; 0.999 is usual.",
     )
     encode_batch_size: int = Field(4, ge=1, le=256, description="Images encoded together while the cache is built.")
     device: Literal["auto", "cpu", "cuda", "mps"] = Field("auto", description="Where to compute.")

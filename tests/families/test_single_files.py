@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.errors import BaseModelError
+from engine.families import hub
 from engine.families.loading import load
 from engine.families.registry import open_base
 from engine.noise import Diffusion
@@ -176,6 +177,7 @@ def test_everything_that_is_planned_comes_from_the_configuration_beside_the_file
     assert plan.family.pixel_multiple(plan.located) == 16
     assert plan.located.notes == ()
     whole = plan_run(choose(path, pictures, "method.targets=['*.to_q']"))
+    assert whole.doubts() == []
     assert whole.preview_size == (64, 64)
     with pytest.raises(Exception, match="no layer"):
         plan_run(choose(path, pictures, "method.targets=['*.nonsense']"))
@@ -208,6 +210,17 @@ def test_a_file_that_says_it_predicts_something_else_than_its_configuration_is_r
 
 def test_a_file_that_agrees_with_its_configuration_is_taken(checkpoint: Callable[..., Path]) -> None:
     assert open_base(Base(source=str(checkpoint("sd15-v", metadata={"modelspec.prediction_type": "v"}))))
+
+
+def test_a_configuration_that_was_assumed_is_a_doubt_of_the_run(
+    checkpoint: Callable[..., Path], pictures: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = checkpoint()
+    usual = Path(shutil.move(path.with_suffix(""), tmp_path / "usual"))
+    monkeypatch.setattr(hub, "configuration", lambda repository: usual)
+    plan = plan_run(choose(path, pictures))
+    assert any("which predicts epsilon" in doubt for doubt in plan.doubts())
+    assert plan.summary()["notes"] == plan.doubts()
 
 
 def test_without_configuration_and_network_the_refusal_says_where_to_put_one(
