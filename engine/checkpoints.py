@@ -57,6 +57,7 @@ class Manifest:
     epoch: int
     seed: int
     base: str  # identity of the base's denoiser files
+    data: str  # identity of the pictures and captions
     settings: Mapping[str, Any]
     entries: tuple[Entry, ...]
     optimizer: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -194,7 +195,7 @@ def _legacy_manifest(folder: Path) -> Manifest:
     for name in LEGACY_FILES:
         if (folder / name).is_file():
             entry = Entry("policy", "weights", "", "", {name: _sha256(folder / name)})
-            return Manifest(step=0, epoch=0, seed=0, base="", settings={}, entries=(entry,))
+            return Manifest(step=0, epoch=0, seed=0, base="", data="", settings={}, entries=(entry,))
     raise CheckpointError(f"{folder} holds no checkpoint: {MANIFEST} is missing", _use_another(folder))
 
 

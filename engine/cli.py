@@ -463,22 +463,20 @@ def preview(
 
     Example: safelight preview my-run --prompt "a red circle" --sweep 0,0.5,1
     """
+    from .preview import Request
     from .preview import preview as draw
 
     place = locate(workspace)
-    written = draw(
-        _source(place, source),
-        workspace=place,
+    request = Request(
         prompts=tuple(prompt or ()),
+        negative_prompt=negative_prompt,
         seed=seed,
         steps=steps,
         guidance_scale=guidance_scale,
         size=_size(size) if size else None,
         strengths=_strengths(sweep) if sweep else (strength,),
-        base=base,
-        negative_prompt=negative_prompt,
-        out=out,
     )
+    written = draw(_source(place, source), request, workspace=place, out=out, base=base)
     if json_output:
         print_json({"pictures": written})
     else:

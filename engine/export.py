@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from .families.family import Conditioning, Extras, Parts
 from .families.loading import load
 from .lora_weights import LoraWeights
 from .methods.lora import LoraMethod, remove_adapters, set_weights
-from .noise import Diffusion
 from .plan import BasePlan
 from .precision import DTYPES
 from .roles import POLICY, Bundle
@@ -100,16 +100,15 @@ def export_lora(
     dtype = facts.settings.export.dtype
     suffix = "" if format == family.spec.default_formats[0] else f"-{format}"
     path = folder / f"{clean_name(facts.settings.name, fallback='lora')}{suffix}.safetensors"
-    prediction_type = base.parameterisation.prediction_type if isinstance(base.parameterisation, Diffusion) else ""
     metadata = build_metadata(
         facts.settings,
-        family=family.spec.id,
+        names=family.base_names(base.located),
         steps=facts.steps,
         epochs=facts.epochs,
         images=facts.images,
         title=facts.settings.name or "LoRA",
         trigger=facts.settings.captions.trigger,
-        prediction_type=prediction_type,
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
     )
     with disk_errors(path):
         folder.mkdir(parents=True, exist_ok=True)

@@ -97,6 +97,10 @@ def plan_base(settings: Settings) -> BasePlan:
             f"objective.min_snr_gamma is for epsilon and v bases; {family.spec.title} is trained by flow matching",
             "leave it out",
         )
+    if settings.objective.guidance != 1.0 and not family.embeds_guidance(located):
+        raise SettingsError(
+            f"objective.guidance is for bases that are fed a guidance value; {located.name} is not", "leave it out"
+        )
     wanted: str = settings.base.dtype
     if wanted == "auto":
         wanted = "fp32" if device.type == "cpu" or isinstance(settings.method, Full) else precision

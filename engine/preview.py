@@ -107,50 +107,52 @@ def _with_base(settings: Settings, base: str) -> Settings:
     return settings.model_copy(update={"base": Base(source=base)})
 
 
+@dataclass(frozen=True)
+class Request:
+    """What to draw. Unset steps, guidance and size (height, width in px) are what suits the base."""
+
+    prompts: tuple[str, ...] = ()
+    negative_prompt: str = ""
+    seed: int = 0  # of the first prompt; the next prompts count up
+    steps: int | None = None
+    guidance_scale: float | None = None
+    size: tuple[int, int] | None = None
+    strengths: tuple[float, ...] = (1.0,)
+
+
 def preview(
-    source: Path | RunFolder,
-    *,
-    workspace: Workspace,
-    prompts: Sequence[str],
-    seed: int,
-    steps: int | None,
-    guidance_scale: float | None,
-    size: tuple[int, int] | None,
-    strengths: Sequence[float],
-    base: str | None,
-    negative_prompt: str,
-    out: Path,
+    source: Path | RunFolder, request: Request, *, workspace: Workspace, out: Path, base: str | None = None
 ) -> list[Path]:
     """Draw every prompt at every strength, with the same seed at each, into PNG files that say how they were made.
 
     Several strengths also give one strip a prompt. Prompts default to the run's own. Returns the written files.
     """
     opened = open_source(source, base)
-    prompts = tuple(prompts) or opened.settings.samples.prompts
+    prompts = request.prompts or opened.settings.samples.prompts
     if not prompts:
         raise SettingsError("there is nothing to draw", "give --prompt")
     previewer = open_previewer(opened, workspace)
-    shot = shot_for(previewer.base, steps, guidance_scale, size)
-    seeds = [seed + index for index in range(len(prompts))]
+    shot = shot_for(previewer.base, request.steps, request.guidance_scale, request.size)
+    seeds = [request.seed + index for index in range(len(prompts))]
+    common: dict[str, object] = {
+        "base": previewer.base.located.name,
+        "negative_prompt": request.negative_prompt,
+        "steps": shot.steps,
+        "guidance_scale": shot.guidance_scale,
+    }
     make_folder(out)
     written: list[Path] = []
-    columns: list[list[Image.Image]] = [[] for _ in prompts]
-    for strength in strengths:
-        pictures = previewer.draw(prompts, seeds, shot, negative=negative_prompt, strength=strength)
+    rows: list[list[Image.Image]] = [[] for _ in prompts]
+    for strength in request.strengths:
+        pictures = previewer.draw(prompts, seeds, shot, negative=request.negative_prompt, strength=strength)
         for index, picture in enumerate(pictures):
-            facts = {
-                "prompt": prompts[index],
-                "seed": seeds[index],
-                "strength": strength,
-                "base": previewer.base.located.name,
-            }
-            facts |= {"steps": shot.steps, "guidance_scale": shot.guidance_scale, "negative_prompt": negative_prompt}
+            facts = {**common, "prompt": prompts[index], "seed": seeds[index], "strength": strength}
             name = f"{index:02d}-seed{seeds[index]}-strength{strength:g}.png"
             written.append(save_png(picture, out / name, facts))
-            columns[index].append(picture)
-    if len(strengths) > 1:
-        for index, row in enumerate(columns):
-            facts = {"prompt": prompts[index], "seed": seeds[index], "strengths": list(strengths)}
+            rows[index].append(picture)
+    if len(request.strengths) > 1:
+        for index, row in enumerate(rows):
+            facts = {**common, "prompt": prompts[index], "seed": seeds[index], "strengths": list(request.strengths)}
             written.append(save_png(strip(row), out / f"{index:02d}-seed{seeds[index]}-sweep.png", facts))
     return written
 

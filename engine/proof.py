@@ -19,14 +19,23 @@ class Movement:
 
     def report(self) -> dict[str, object]:
         """{"moved": tensors that changed, "of": tensors, "max_change": largest |change| of an element}."""
-        changes = {
-            name: float((_sampled(parameter) - self._before[name]).abs().max()) if parameter.numel() else 0.0
-            for name, parameter in self.parameters.items()
-        }
+        changes = self._changes()
         return {
             "moved": sum(change > 0 for change in changes.values()),
             "of": len(changes),
             "max_change": max(changes.values(), default=0.0),
+        }
+
+    def happened(self) -> bool:
+        """Whether a gradient moved anything. Weight decay alone moves an adapter's random factor, not its zero one."""
+        changes = self._changes()
+        decisive = {name: change for name, change in changes.items() if ".lora_B." in name} or changes
+        return any(change > 0 for change in decisive.values())
+
+    def _changes(self) -> dict[str, float]:
+        return {
+            name: float((_sampled(parameter) - self._before[name]).abs().max()) if parameter.numel() else 0.0
+            for name, parameter in self.parameters.items()
         }
 
 

@@ -115,6 +115,8 @@ class Weights:
         if role == self._active:
             yield
             return
+        if role not in self.roles:
+            raise TrainingError(f"there is no role '{role}' in this run; there are {', '.join(self.roles)}")
         previous = self._active
         self._leave(self.roles[previous])
         self._enter(self.roles[role])

@@ -68,6 +68,10 @@ class DatasetSource:
         }
         self._text_keys = [self.text_key(text) for text in self.captions]
 
+    def identity(self) -> str:
+        """Changes with any picture, crop, mask, caption or encoder: what the batches of a seed depend on."""
+        return fingerprint(pictures=list(self._keys.values()), captions=self._text_keys)
+
     # --- filling the cache -------------------------------------------------------------------------------------------
 
     def encode_images(self, parts: Parts, progress: ReportProgress) -> int:

@@ -110,6 +110,11 @@ class Trainer:
         self.method = build_method(self.settings.method, self.family)
         self.objective = Denoise(self.settings.objective)
         self.source = DatasetSource(plan, TensorCache(workspace.cache))
+        if point is not None and point.data != self.source.identity():
+            raise CheckpointError(
+                "pictures or captions have changed since the checkpoint was written, so the run cannot go on exactly",
+                "put them back as they were, or start a new run",
+            )
         missing = self.objective.needs - self.source.gives
         if missing:
             raise TrainingError(f"the data set does not give what the objective needs: {', '.join(sorted(missing))}")
@@ -406,6 +411,7 @@ class Trainer:
                 epoch=self.plan.sampler.position(self.step)[0],
                 seed=self.settings.train.seed,
                 base=self.base_identity,
+                data=self.source.identity(),
                 settings=self.settings.model_dump(mode="json"),
                 entries=tuple(writer.entries),
                 optimizer=plain,
@@ -426,7 +432,7 @@ class Trainer:
             raise TrainingError(
                 "the base's frozen weights changed during training", "report this as a fault of the program"
             )
-        if not self.movement.report()["moved"]:
+        if not self.movement.happened():
             raise TrainingError("no trained weight has moved", "is optimizer.lr far too small, or the run too short?")
         self.log.append(events.Progress("export", 0, 1))
         exported = []

@@ -11,7 +11,6 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
@@ -19,6 +18,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from ..errors import LoraFileError, SettingsError
+from ..families.family import BaseNames
 from ..settings.loading import parse
 from ..settings.schema import AdamW, Lora, Settings
 
@@ -29,56 +29,34 @@ _NO_FOLDER = "dataset"  # stands in for the data set's folder while a preset is 
 _DROPPED_DATASET_KEYS = ("folder", "folder_repeats")
 
 
-@dataclass(frozen=True)
-class _FamilyNames:
-    """How the two metadata conventions call a family."""
-
-    architecture: str
-    implementation: str
-    base_version: str
-
-
-_FAMILIES: Mapping[str, _FamilyNames] = {
-    "sd15": _FamilyNames("stable-diffusion-v1", "diffusers", "sd_v1"),
-    "flux1": _FamilyNames("flux-1-dev", "https://github.com/black-forest-labs/flux", "flux1"),
-}
-
-_PREDICTION_TYPES = {"epsilon": "epsilon", "v_prediction": "v"}  # diffusers' name -> modelspec's; flow has none
-
-
 def build_metadata(
     settings: Settings,
     *,
-    family: str,
+    names: BaseNames,
     steps: int,
     epochs: int,
     images: int,
     title: str,
     trigger: str = "",
-    prediction_type: str = "epsilon",
-    architecture: str = "",
     resolution: tuple[int, int] | None = None,
     date: str = "",
 ) -> dict[str, str]:
     """The metadata of one exported file, all values strings.
 
     `steps` and `epochs` are those trained until this file, `images` the number of pictures (0: unknown), `resolution`
-    is (height, width) in px, `date` is ISO 8601, `architecture` replaces the family's usual one, for instance
-    'flux-1-schnell'. An empty `prediction_type` leaves that entry out.
+    is (height, width) in px, `date` is ISO 8601. Entries without a value are left out.
     """
-    names = _FAMILIES.get(family, _FamilyNames(family, "diffusers", family))
-    v_prediction = prediction_type == "v_prediction"
     metadata = {
         "modelspec.sai_model_spec": "1.0.1",
-        "modelspec.architecture": f"{architecture or names.architecture}/lora",
+        "modelspec.architecture": f"{names.architecture}/lora",
         "modelspec.implementation": names.implementation,
         "modelspec.title": title,
         "modelspec.date": date,
         "modelspec.trigger_phrase": trigger,
         "modelspec.resolution": "" if resolution is None else f"{resolution[1]}x{resolution[0]}",
-        "modelspec.prediction_type": "" if family == "flux1" else _PREDICTION_TYPES.get(prediction_type, ""),
+        "modelspec.prediction_type": names.prediction_type,
         "ss_v2": "False",
-        "ss_base_model_version": names.base_version + ("_v" if v_prediction and family != "flux1" else ""),
+        "ss_base_model_version": names.base_version,
         "ss_output_name": title,
         "ss_steps": str(steps),
         "ss_max_train_steps": str(steps if settings.train.steps is None else settings.train.steps),

@@ -46,12 +46,23 @@ class FamilySpec:
     preview_steps: int
     preview_guidance: float
     default_formats: tuple[str, ...]
-    modelspec_architecture: str
-    kohya_base_version: str
     latent_space_version: int = 1  # bump by hand whenever encode_media changes
     text_space_version: int = 1  # bump by hand whenever encode_text changes
     single_file: bool = False
     dead_parameters: tuple[str, ...] = ()  # patterns of adapter parameters that never get a gradient, by design
+
+
+@dataclass(frozen=True)
+class BaseNames:
+    """What the two metadata conventions call a base: modelspec's architecture and implementation, kohya's version.
+
+    `prediction_type` is "epsilon", "v", or empty for flow matching.
+    """
+
+    architecture: str
+    base_version: str
+    implementation: str = "diffusers"
+    prediction_type: str = ""
 
 
 @dataclass
@@ -151,6 +162,10 @@ class Family(ABC):
     def parameterisation(self, scheduler_config: Mapping[str, Any]) -> Diffusion | Flow:
         """What the base predicts, from its scheduler's own configuration."""
 
+    def embeds_guidance(self, located: LocatedBase) -> bool:
+        """Whether the base is fed a guidance value, as FLUX.1-dev is."""
+        return False
+
     def image_tokens(self, latent_size: tuple[int, int]) -> int:
         """Number of tokens of a picture, for resolution-dependent shifts."""
         return latent_size[0] * latent_size[1]
@@ -200,6 +215,10 @@ class Family(ABC):
                 )
             chosen += found
         return sorted(set(chosen), key=layers.index)
+
+    @abstractmethod
+    def base_names(self, located: LocatedBase) -> BaseNames:
+        """What exported files call this base, so that other programs offer the LoRA for the right one."""
 
     # --- pictures ----------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..noise import Diffusion, Flow
 from ..state import LATENT, LatentState
-from .family import Conditioning, Extras, Family, FamilySpec, Parts
+from .family import BaseNames, Conditioning, Extras, Family, FamilySpec, Parts
 from .sources import LocatedBase
 
 MAX_T5_TOKENS = 512
@@ -42,8 +42,6 @@ class Flux1(Family):
         preview_steps=28,
         preview_guidance=3.5,
         default_formats=("diffusers", "kohya"),
-        modelspec_architecture="flux-1-dev",
-        kohya_base_version="flux1",
     )
 
     def pixel_multiple(self, located: LocatedBase) -> int:
@@ -68,7 +66,8 @@ class Flux1(Family):
         clip, t5 = parts["text_encoder"], parts["text_encoder_2"]
         with torch.set_grad_enabled(grad):
             pooled = clip(clip_tokens.to(clip.device), output_hidden_states=False).pooler_output
-        with torch.no_grad():
+        # Outside autocast: T5 overflows in fp16.
+        with torch.no_grad(), torch.autocast(t5.device.type, enabled=False):
             hidden = t5(t5_tokens.to(t5.device), output_hidden_states=False)[0]
         return [{"hidden": h, "pooled": p} for h, p in zip(hidden, pooled, strict=True)]
 
@@ -81,6 +80,16 @@ class Flux1(Family):
 
     def parameterisation(self, scheduler_config: Mapping[str, Any]) -> Diffusion | Flow:
         return Flow()
+
+    def base_names(self, located: LocatedBase) -> BaseNames:
+        return BaseNames(
+            architecture="flux-1-dev" if self.embeds_guidance(located) else "flux-1-schnell",
+            base_version="flux1",
+            implementation="https://github.com/black-forest-labs/flux",
+        )
+
+    def embeds_guidance(self, located: LocatedBase) -> bool:
+        return bool(located.config("transformer").get("guidance_embeds"))
 
     def image_tokens(self, latent_size: tuple[int, int]) -> int:
         return (latent_size[0] // 2) * (latent_size[1] // 2)
@@ -120,7 +129,7 @@ class Flux1(Family):
         return unpack(latents, size[0] // factor, size[1] // factor)
 
     def preview_defaults(self, located: LocatedBase) -> tuple[int, float]:
-        if located.defaults.get("preview") is None and not located.config("transformer").get("guidance_embeds"):
+        if located.defaults.get("preview") is None and not self.embeds_guidance(located):
             return 4, 1.0  # schnell: distilled to few steps without guidance
         return super().preview_defaults(located)
 

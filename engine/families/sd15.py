@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..errors import BaseModelError
 from ..noise import Diffusion, Flow
 from ..state import LATENT, LatentState
-from .family import Conditioning, Extras, Family, FamilySpec, Parts
+from .family import BaseNames, Conditioning, Extras, Family, FamilySpec, Parts
 from .sources import LocatedBase
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
@@ -43,8 +43,6 @@ class StableDiffusion15(Family):
         preview_steps=25,
         preview_guidance=7.0,
         default_formats=("kohya", "diffusers"),
-        modelspec_architecture="stable-diffusion-v1",
-        kohya_base_version="sd_v1",
         single_file=True,
     )
 
@@ -115,6 +113,17 @@ class StableDiffusion15(Family):
             noisy[LATENT], model_time, encoder_hidden_states=conditioning["hidden"], return_dict=False
         )[0]
         return LatentState.single(prediction)
+
+    def base_names(self, located: LocatedBase) -> BaseNames:
+        """Version 2 is known by its text width of 1024 (OpenCLIP); its v models carry '_v'."""
+        v_prediction = located.config("scheduler").get("prediction_type") == "v_prediction"
+        second = located.config("unet").get("cross_attention_dim") == 1024
+        size = "768-v" if v_prediction else "512"
+        return BaseNames(
+            architecture=f"stable-diffusion-v2-{size}" if second else "stable-diffusion-v1",
+            base_version=("sd_v2" if second else "sd_v1") + ("_v" if v_prediction else ""),
+            prediction_type="v" if v_prediction else "epsilon",
+        )
 
     def optional_pipeline_arguments(self) -> dict[str, Any]:
         return {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}

@@ -31,7 +31,7 @@ def write(root: Path, step: int = 5, fill: float = 1.0, roles: tuple[str, ...] =
     writer.add_tensors("ema", "lagging", tensors(-fill), component="unet")
     return writer.commit(
         Manifest(
-            step=step, epoch=1, seed=0, base="base", settings={"name": "x"}, entries=tuple(writer.entries),
+            step=step, epoch=1, seed=0, base="base", data="data", settings={"name": "x"}, entries=tuple(writer.entries),
             optimizer={"policy": {"groups": [], "state": {}}},
         )
     )  # fmt: skip

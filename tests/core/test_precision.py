@@ -103,7 +103,8 @@ def test_R84_autocast_is_opened_around_a_forward_and_nowhere_else() -> None:
         for path in folder.rglob("*.py")
         if re.search(r"\bautocast\(", path.read_text(encoding="utf-8")) and "embedded" not in path.parts
     }
-    assert found == {"precision.py", "denoiser.py", "sampling.py", "export.py"}
+    # flux1 only switches it off, around an encoder that is not trained
+    assert found == {"precision.py", "denoiser.py", "sampling.py", "export.py", "families/flux1.py"}
     trainer = (folder / "trainer.py").read_text(encoding="utf-8")
     assert "autocast" not in trainer
 

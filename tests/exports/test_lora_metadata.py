@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save
 from engine.errors import LoraFileError
 from engine.exports.formats import read_lora, write_lora
 from engine.exports.metadata import base_name, build_metadata, settings_from_metadata
+from engine.families.family import BaseNames
 from engine.settings.loading import parse
 from engine.settings.schema import Settings
 from tests.tiny import random_lora_layer
@@ -35,9 +36,12 @@ def settings(**sections: object) -> Settings:
     )
 
 
-def metadata_of(value: Settings, family: str = "sd15") -> dict[str, str]:
+SD15 = BaseNames("stable-diffusion-v1", "sd_v1", prediction_type="epsilon")
+
+
+def metadata_of(value: Settings, names: BaseNames = SD15) -> dict[str, str]:
     return build_metadata(
-        value, family=family, steps=600, epochs=3, images=20, title="cats-000600", trigger="sks cat",
+        value, names=names, steps=600, epochs=3, images=20, title="cats-000600", trigger="sks cat",
         resolution=(768, 512), date="2026-01-02T03:04:05",
     )  # fmt: skip
 
@@ -73,14 +77,10 @@ def test_metadata_names_the_model_the_network_and_the_training() -> None:
 
 
 def test_metadata_of_flux_and_of_v_prediction_differ() -> None:
-    flux = build_metadata(
-        settings(), family="flux1", steps=1, epochs=1, images=1, title="t", architecture="flux-1-schnell"
-    )
+    flux = metadata_of(settings(), BaseNames("flux-1-schnell", "flux1"))
     assert flux["modelspec.architecture"] == "flux-1-schnell/lora" and flux["ss_base_model_version"] == "flux1"
     assert "modelspec.prediction_type" not in flux
-    v = build_metadata(
-        settings(), family="sd15", steps=1, epochs=1, images=1, title="t", prediction_type="v_prediction"
-    )
+    v = metadata_of(settings(), BaseNames("stable-diffusion-v1", "sd_v1_v", prediction_type="v"))
     assert v["modelspec.prediction_type"] == "v" and v["ss_base_model_version"] == "sd_v1_v"
 
 
