@@ -11,7 +11,8 @@ from typing import Literal, Protocol, cast
 from PIL import Image
 
 from ..data import captions
-from ..data.manifest import Item, load_image
+from ..data.items import Item
+from ..data.manifest import load_image
 from ..errors import DatasetError, SafelightError, SettingsError
 
 CAPTIONERS = {"template": ".template:TemplateCaptioner"}

@@ -10,7 +10,8 @@ import numpy as np
 
 from ..errors import DatasetError
 from ..settings import schema
-from .buckets import BucketPlan, Size
+from .buckets import BucketPlan
+from .items import Size
 
 DEFAULT_STEPS = 1500
 _STREAM = 0x6261_7463  # keeps these draws apart from others that are seeded with (seed, epoch) too

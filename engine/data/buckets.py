@@ -5,32 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ..errors import Problem, SettingsError
 from ..settings import schema
-
-if TYPE_CHECKING:
-    from .manifest import Item
-
-Size = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class Placement:
-    """How one image becomes the pixels of one bucket: resize to `resized`, then cut `bucket` out at (`top`, `left`).
-
-    `item` is the image's position in `Manifest.items`. `crop_loss` is the share of the resized area that is cut away,
-    `scale` the factor on the image's sides (above 1 enlarges).
-    """
-
-    item: int
-    bucket: Size
-    resized: Size
-    top: int
-    left: int
-    crop_loss: float
-    scale: float
+from .items import Item, Placement, Size
 
 
 @dataclass(frozen=True)

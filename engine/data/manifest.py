@@ -17,30 +17,12 @@ from PIL import Image
 from ..errors import DatasetError, Problem
 from ..settings import schema
 from . import captions
-from .buckets import Size
+from .items import Item, Size
 from .listing import ENDINGS, Key, Listing, key, list_files, printable
 from .pixels import Decoded, ImageFault, decode
 
 LONG_CAPTION = 2000
 """Characters above which a caption is remarked on: about the 512 tokens that the longest text encoders read."""
-
-
-@dataclass(frozen=True)
-class Item:
-    """One usable image.
-
-    `name` is its path relative to the folder, with '/'; `size` is (height, width) in px after EXIF orientation; hashes
-    are the sha256, in hex, of the files' bytes; `caption` is without the trigger words.
-    """
-
-    path: Path
-    name: str
-    size: Size
-    content_hash: str
-    caption: str
-    mask_path: Path | None
-    mask_hash: str | None
-    repeats: int
 
 
 @dataclass(frozen=True)

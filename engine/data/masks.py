@@ -9,8 +9,8 @@ from PIL import Image
 
 from ..errors import DatasetError
 from ..settings import schema
-from .buckets import Placement, Size
-from .manifest import Item, decode_item
+from .items import Item, Placement, Size
+from .manifest import decode_item
 from .pixels import ImageFault, crop, decode
 
 if TYPE_CHECKING:

@@ -13,12 +13,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image, ImageCms, ImageFile, UnidentifiedImageError
 
-from .buckets import Placement
+from .items import Item, Placement
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from .manifest import Item
 
 PIXELS_VERSION = 1
 """Part of every cache key that depends on pixels. Raise it when a change here changes any pixel value."""

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.data.batches import MicroBatch, Sample, Sampler, total_steps
-from engine.data.buckets import BucketPlan, Size, plan
-from engine.data.manifest import Item
+from engine.data.buckets import BucketPlan, plan
+from engine.data.items import Item, Size
 from engine.errors import DatasetError
 from engine.settings import schema
 

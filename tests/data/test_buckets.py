@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.data.buckets import Size, bucket_sizes, plan
-from engine.data.manifest import Item
+from engine.data.buckets import bucket_sizes, plan
+from engine.data.items import Item, Size
 from engine.errors import SettingsError
 from engine.settings import schema
 

@@ -15,9 +15,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from engine.data.buckets import Placement, plan
+from engine.data.buckets import plan
 from engine.data.cache import TensorCache, fill, fingerprint
-from engine.data.manifest import Item, load_image, scan
+from engine.data.items import Item, Placement
+from engine.data.manifest import load_image, scan
 from engine.data.pixels import crop_and_resize, pixel_facts, to_tensor
 from engine.errors import DatasetError, WorkspaceError
 from engine.settings import schema

@@ -11,7 +11,8 @@ from PIL import Image
 from engine.captioners.captioner import CAPTIONERS, Captioner, Picture, Report, captioner_class, run
 from engine.captioners.template import TemplateCaptioner
 from engine.data import captions
-from engine.data.manifest import Item, scan
+from engine.data.items import Item
+from engine.data.manifest import scan
 from engine.errors import MissingPackage, SettingsError
 from engine.settings import schema
 

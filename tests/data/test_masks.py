@@ -10,8 +10,9 @@ import pytest
 import torch
 from PIL import Image
 
-from engine.data.buckets import Placement, plan
-from engine.data.manifest import Item, load_image, scan
+from engine.data.buckets import plan
+from engine.data.items import Item, Placement
+from engine.data.manifest import load_image, scan
 from engine.data.masks import load_mask
 from engine.data.pixels import crop_and_resize, to_tensor
 from engine.errors import DatasetError

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from PIL import Image, ImageCms
 
 from engine.data import pixels
-from engine.data.buckets import Placement, plan
-from engine.data.manifest import Item
+from engine.data.buckets import plan
+from engine.data.items import Item, Placement
 from engine.data.pixels import ImageFault, crop_and_resize, decode, pixel_facts, to_tensor
 from engine.settings import schema
 
