@@ -424,7 +424,7 @@ def _git(*arguments: str) -> list[str]:
     return ran.stdout.splitlines()
 
 
-def test_no_test_is_hidden_by_gitignore() -> None:
+def test_R106_no_test_is_hidden_by_gitignore() -> None:
     listed = _git("ls-files", "--cached", "--others", "--exclude-standard", "tests")
     on_disk = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/**/test_*.py")}
     assert on_disk

@@ -116,15 +116,6 @@ def test_a_fault_of_ours_is_one_line_and_a_file_with_the_traceback(
     assert str(report) in error and "Traceback" in report.read_text()
 
 
-def test_the_page_the_settings_and_the_runs_need_no_torch() -> None:
-    script = "import sys; import webui.app, webui.main, engine.settings, engine.events, engine.workspace, engine.runs\n"
-    script += "import engine.presets, engine.cli, engine.worker, engine.doctor\n"
-    script += "print([name for name in ('torch', 'diffusers', 'transformers') if name in sys.modules])"
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment)
-    assert ran.stdout.strip() == "[]"
-
-
 # --- data -------------------------------------------------------------------------------------------------------------
 
 

@@ -155,6 +155,20 @@ def test_R78_the_average_is_kept_apart_and_the_live_weights_are_resumed(
         assert any(not torch.equal(live[name], average[name]) for name in live)
 
 
+def test_R72_each_file_is_read_into_its_own_role(base: Callable[[str], Path], pictures: Path, tmp_path: Path) -> None:
+    chosen = choose(base("sd15"), pictures, "train.ema_decay=0.5", "train.steps=4")
+    trainer = make_trainer(chosen, tmp_path)
+    for step in range(3):
+        trainer._train_step(step)
+    trainer.step = 3
+    trainer._save()
+    again = make_trainer(chosen, tmp_path, resume=trainer.run_folder)
+    live, average = again.weights.parameters("policy"), again.weights.lagging("ema")
+    assert all(torch.equal(live[name], tensor) for name, tensor in trainer.weights.parameters("policy").items())
+    assert all(torch.equal(average[name], tensor) for name, tensor in trainer.weights.lagging("ema").items())
+    assert any(not torch.equal(live[name], average[name]) for name in live)
+
+
 # --- what must not be resumed -----------------------------------------------------------------------------------------
 
 FOUR_STEPS = ("train.steps=4", "captions.dropout=0.4")

@@ -359,7 +359,7 @@ def test_a_run_of_a_machine_that_is_gone_shows_as_died(workspace: Workspace) -> 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGTERM to catch")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_and_stops(workspace: Workspace, number: signal.Signals) -> None:
+def test_R109_a_signal_saves_and_stops(workspace: Workspace, number: signal.Signals) -> None:
     run = create(workspace, steps=2000)
     process = runs.start(workspace, run)
     wait(run, trains)
@@ -369,7 +369,7 @@ def test_a_signal_saves_and_stops(workspace: Workspace, number: signal.Signals) 
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGTERM to catch")
-def test_a_second_signal_ends_a_trainer_that_does_not_listen(workspace: Workspace) -> None:
+def test_R109_a_second_signal_ends_a_trainer_that_does_not_listen(workspace: Workspace) -> None:
     run = create(workspace, behave="stubborn")
     process = runs.start(workspace, run)
     wait(run, lambda state: state.status == "starting" and state.last_time > 0)
