@@ -130,7 +130,7 @@ def test_scan_counts_images_and_names_every_missing_caption(place: Path, capsys:
 def test_captions_are_written_from_a_template_and_taken_back(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     photos = place / "photos"
     succeed("caption", "photos", "--template", "a photo of sks dog, {name}", "--json")
-    assert printed(capsys) == {"written": 2, "kept": 1, "failed": [], "problems": []}
+    assert printed(capsys) == {"written": 2, "kept": 1, "failed": 0, "problems": []}
     assert (photos / "red_dog-1.txt").read_text() == "a photo of sks dog, red dog-1\n"
     assert (photos / "red_dog-0.txt").read_text() == "a dog\n", "what is there is kept"
     succeed("caption", "photos", "--template", "{trigger}, {name}", "--trigger", "sks", "--overwrite")
