@@ -38,7 +38,7 @@ from .terminal import (
     print_state,
     problem_rows,
 )
-from .workspace import Workspace, locate, write_atomic
+from .workspace import Workspace, expand, locate, write_atomic
 
 if TYPE_CHECKING:
     from .data.buckets import BucketPlan
@@ -168,8 +168,9 @@ def buckets(
     left_out = (*manifest.left_out, *plan.left_out)
     if json_output:
         totals = {"images": plan.images, "batches_per_epoch": plan.batches_per_epoch, "crop_loss": plan.mean_crop_loss}
-        print_json({"buckets": rows, **totals, "left_out": problem_rows(left_out)})
-        return
+        findings = {"left_out": problem_rows(left_out), "problems": problem_rows(manifest.problems)}
+        print_json({"buckets": rows, **totals, **findings})
+        raise typer.Exit(EXIT_USER if manifest.problems else EXIT_OK)
     table = Table("height", "width", "images", "batches", "cut off")
     for row in rows:
         *counts, loss = row.values()
@@ -181,6 +182,7 @@ def buckets(
     )
     print_problems("Left out", left_out)
     print_problems("Problems", manifest.problems)
+    raise typer.Exit(EXIT_USER if manifest.problems else EXIT_OK)
 
 
 @app.command()
@@ -528,7 +530,7 @@ def verify(
 
 
 def _source(place: Workspace, text: str) -> Path | RunFolder:
-    path = Path(text).expanduser()
+    path = expand(text)
     return path if path.suffix == ".safetensors" else runs.find(place, text)
 
 
@@ -563,8 +565,7 @@ def read_settings(place: Workspace, file: Path | None, preset: str | None, chang
         settings.resolve_paths(data, file.parent)
     if preset is not None:
         data = presets.merge(presets.load(preset, place), data)
-    for change in changes:
-        settings.set_dotted(data, change)
+    settings.apply(data, changes)
     settings.resolve_paths(data, Path.cwd())
     return settings.parse(data, origin=file.name if file else "settings")
 
@@ -584,6 +585,7 @@ def explain_settings() -> list[str]:
 
 def _folder(folder: Path, workspace: Path | None) -> Path:
     """The folder, or the workspace's data set of that name where there is no such folder here."""
+    folder = expand(folder)
     named = locate(workspace).datasets / folder
     return named if len(folder.parts) == 1 and not folder.exists() and named.is_dir() else folder
 
@@ -591,8 +593,7 @@ def _folder(folder: Path, workspace: Path | None) -> Path:
 def _data_settings(folder: Path, base: str, changes: Iterable[str] | None) -> settings.Settings:
     """Settings for commands that only look at data."""
     data: dict[str, Any] = {"base": {"source": base}, "dataset": {"folder": str(folder)}}
-    for change in changes or []:
-        settings.set_dotted(data, change)
+    settings.apply(data, changes or [])
     return settings.parse(data)
 
 

@@ -93,6 +93,12 @@ class TrainingError(SafelightError):
     code = "training"
 
 
+class PictureError(SafelightError):
+    """A picture came out as numbers that are no colours."""
+
+    code = "picture"
+
+
 class RunError(SafelightError):
     """A run does not exist, cannot be started, or is not in the state that was asked for."""
 

@@ -23,7 +23,7 @@ from .families.family import Conditioning, Extras, Parts
 from .families.loading import load
 from .lora_weights import LoraWeights
 from .methods.lora import LoraMethod, remove_adapters, set_weights
-from .plan import BasePlan
+from .plan import BasePlan, export_formats
 from .precision import DTYPES
 from .roles import POLICY, Bundle
 from .runs import RunFolder
@@ -200,7 +200,7 @@ def export_run(run: RunFolder, *, format: str = "", out: Path | None = None, dty
             parts[family.spec.denoiser], folder, facts=facts, base=base, live_prediction=predict(), text=text
         )
     assert found.lora is not None
-    wanted = format or family.spec.default_formats[0]
+    wanted = format or export_formats(chosen, family)[0]
     if wanted not in ("diffusers", "kohya"):
         raise SettingsError(f"--format: there is no LoRA format '{wanted}'", "it is 'diffusers' or 'kohya'")
     live = _prediction_with(found.lora, chosen, base, parts, predict)

@@ -15,6 +15,7 @@ from . import optim
 from .data.batches import Sampler, total_steps
 from .data.buckets import BucketPlan
 from .data.buckets import plan as plan_buckets
+from .data.captions import expand
 from .data.manifest import Manifest, require_usable, scan
 from .errors import Problem, SettingsError
 from .families.family import Family
@@ -24,6 +25,9 @@ from .families.sources import LocatedBase
 from .noise import Diffusion, Flow, LevelLaw, level_law
 from .precision import DTYPES, pick_device, pick_precision
 from .settings.schema import Full, Lora, Settings
+
+
+MUCH_CUT_OFF = 0.5  # share of a picture's area; bases know shapes to about 2:1, and ordinary ones lose far less
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ class Plan:
     preview_steps: int
     preview_guidance: float
     prompts: tuple[str, ...]
+    formats: tuple[str, ...]  # of the LoRA files at the end; none for a fully trained base
 
     def doubts(self) -> list[str]:
         """What had to be assumed, and what is allowed and probably not meant. A base may say which sizes it knows."""
@@ -64,6 +69,14 @@ class Plan:
             shown = ", ".join(f"{height}x{width}" for height, width in odd[:5])
             name = self.base.located.name
             doubts.append(f"{name} was never trained at {shown} px (height x width); pictures may be torn there")
+        cut = [placement for placement in self.buckets.placements if placement.crop_loss > MUCH_CUT_OFF]
+        if cut:
+            worst = max(cut, key=lambda placement: placement.crop_loss)
+            doubts.append(
+                f"{len(cut)} of {self.buckets.images} pictures lose more than {MUCH_CUT_OFF:.0%} of their area because "
+                f"of their shape, {self.manifest.items[worst.item].name} {worst.crop_loss:.1%}; crop them yourself, or "
+                "raise buckets.max_aspect"
+            )
         return doubts
 
     def summary(self) -> dict[str, object]:
@@ -76,7 +89,7 @@ class Plan:
             "precision": self.base.precision,
             "images": len(self.manifest.items),
             "left_out": [str(problem) for problem in (*self.manifest.left_out, *self.buckets.left_out)],
-            "notes": [*self.base.located.notes, *(str(note) for note in self.manifest.notes)],
+            "notes": [*self.doubts(), *(str(note) for note in self.manifest.notes)],
             "buckets": {f"{h}x{w}": len(b.placements) for b in self.buckets.buckets for h, w in [b.size]},
             "images_per_epoch": self.sampler.images_per_epoch,
             "batches_per_epoch": self.sampler.batches_per_epoch,
@@ -131,6 +144,7 @@ def plan_run(settings: Settings, *, world_size: int = 1, progress: Callable[[int
     family, located = base.family, base.located
     optim.require_available(settings.optimizer, settings.schedule, base.device)
     _require_targets(settings, family, located)
+    formats = export_formats(settings, family)
     multiple = family.pixel_multiple(located)
     native = family.resolution(located)
     manifest = scan(settings.dataset, settings.buckets.min_side, progress)
@@ -161,8 +175,31 @@ def plan_run(settings: Settings, *, world_size: int = 1, progress: Callable[[int
         preview_size=size,
         preview_steps=settings.samples.steps or steps,
         preview_guidance=guidance if settings.samples.guidance_scale is None else settings.samples.guidance_scale,
-        prompts=settings.samples.prompts or _first_captions(manifest),
+        prompts=settings.samples.prompts or _first_captions(manifest, settings.captions.trigger),
+        formats=formats,
     )
+
+
+def export_formats(settings: Settings, family: Family) -> tuple[str, ...]:
+    """The file formats that a run ends with; none for a fully trained base, which is exported as a whole.
+
+    Raises SettingsError for formats that cannot hold what is trained, which would come out after the last step only.
+    """
+    wanted = settings.export.formats
+    if isinstance(settings.method, Full):
+        if wanted:
+            raise SettingsError(
+                "export.formats is for LoRAs; a fully trained base is exported as a whole", "leave it out"
+            )
+        return ()
+    if settings.method.dora:
+        if "kohya" in wanted:
+            raise SettingsError(
+                "export.formats: the kohya format cannot carry DoRA for every reader",
+                "leave 'kohya' out, or train with method.dora = false",
+            )
+        return ("diffusers",)
+    return tuple(dict.fromkeys(wanted or family.spec.default_formats))
 
 
 def _require_targets(settings: Settings, family: Family, located: LocatedBase) -> None:
@@ -182,5 +219,7 @@ def _require_multiple(size: tuple[int, int], multiple: int) -> None:
         )
 
 
-def _first_captions(manifest: Manifest) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(item.caption for item in manifest.items if item.caption))[:2] or ("",)
+def _first_captions(manifest: Manifest, trigger: str) -> tuple[str, ...]:
+    """As they are trained: without the trigger words the pictures would not show what is learnt."""
+    captions = (expand(item.caption, trigger) for item in manifest.items)
+    return tuple(dict.fromkeys(caption for caption in captions if caption))[:2] or ("",)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -22,6 +23,12 @@ def pick_device(wanted: str) -> torch.device:
     if not available[wanted]:
         raise SettingsError(f"train.device: there is no {wanted} device here", "use train.device = 'auto'")
     return torch.device(wanted)
+
+
+def use_threads(suiting_the_base: int | None, device: torch.device) -> None:
+    """On a CPU, compute with as many threads as suit the base, unless OMP_NUM_THREADS says how many."""
+    if suiting_the_base is not None and device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(suiting_the_base)
 
 
 def pick_precision(wanted: str, device: torch.device) -> str:

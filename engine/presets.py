@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
+from pydantic import BaseModel
 
 from . import settings
 from .errors import Problem, SettingsError
-from .workspace import Workspace, clean_name, write_atomic
+from .workspace import Workspace, clean_name, expand, write_atomic
 
 OWN = ("base.source", "base.revision", "dataset.folder", "dataset.folder_repeats", "name")
 """Settings that a preset cannot have: they are about one person's files."""
@@ -52,11 +53,14 @@ def available(workspace: Workspace) -> list[Preset]:
 
 
 def load(name_or_path: str | Path, workspace: Workspace | None = None) -> Preset:
-    """A preset by the name of a shipped one, of one in the workspace, or by its file. Raises SettingsError."""
+    """A preset by the name of a shipped one, of one in the workspace, or by its file.
+
+    Raises SettingsError, and WorkspaceError for what cannot be looked up.
+    """
     text = str(name_or_path)
     if text in shipped():
         return _read(text, _shipped_folder() / f"{text}.toml", shipped=True)
-    path = Path(text).expanduser()
+    path = expand(text)
     if path.suffix == ".toml":
         return _read(path.stem, path, shipped=False)
     own = {item.stem: item for item in workspace.presets.glob("*.toml")} if workspace is not None else {}
@@ -75,18 +79,35 @@ def merge(preset: Preset | Mapping[str, Any], data: Mapping[str, Any]) -> dict[s
 def from_settings(chosen: settings.Settings) -> dict[str, Any]:
     """What of these settings may go into a preset: what differs from the defaults, without what is one's own."""
     data = chosen.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
-    data["method"] = {"type": chosen.method.type, **data.get("method", {})}
-    data["optimizer"] = {"type": chosen.optimizer.type, **data.get("optimizer", {})}
-    data["schedule"] = {"type": chosen.schedule.type, **data.get("schedule", {})}
+    _name_variants(data, chosen)
     for name in OWN:
         section, _, key = name.rpartition(".")
         (data.get(section, {}) if section else data).pop(key, None)
     return {key: value for key, value in data.items() if value != {}}
 
 
+def _name_variants(data: dict[str, Any], section: BaseModel) -> None:
+    """Say which variant each section is: `type` is its variant's default, and so is not among what differs."""
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if not isinstance(value, BaseModel):
+            continue
+        inner = data.get(name, {})
+        if field.discriminator is not None:
+            inner = {field.discriminator: getattr(value, str(field.discriminator)), **inner}
+        _name_variants(inner, value)
+        if inner:
+            data[name] = inner
+
+
 def save(workspace: Workspace, name: str, chosen: settings.Settings) -> Path:
-    """Write the settings as one of the user's own presets. Raises SettingsError when they hold paths or secrets."""
+    """Write the settings as one of the user's own presets.
+
+    Raises SettingsError when they hold paths or secrets, or when a shipped preset has the name.
+    """
     data = from_settings(chosen)
+    if clean_name(name) in shipped():
+        raise SettingsError(f"a preset '{clean_name(name)}' comes with the program", "give yours another name")
     check(data, clean_name(name))
     path = workspace.preset(clean_name(name))
     write_atomic(path, tomli_w.dumps(data))

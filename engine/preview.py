@@ -19,7 +19,7 @@ from .families.family import Parts
 from .families.loading import load
 from .lora_weights import LoraWeights
 from .plan import BasePlan, plan_base
-from .precision import Precision
+from .precision import Precision, use_threads
 from .runs import RunFolder
 from .sampling import Shot, sample
 from .settings.schema import Base, Dataset, Settings
@@ -34,6 +34,7 @@ class Previewer:
 
     def __init__(self, base: BasePlan) -> None:
         family = base.family
+        use_threads(base.located.cpu_threads, base.device)
         self.base = base
         self.precision = Precision(base.precision, base.device)
         names = (family.spec.denoiser, *family.text_components(), *family.media_components(), "scheduler")

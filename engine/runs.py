@@ -29,7 +29,7 @@ from filelock import FileLock, Timeout
 from . import events, settings
 from .errors import RunError, SettingsError, WorkspaceError
 from .events import RunState
-from .workspace import Workspace, checked_name, clean_name, disk_errors, make_folder, write_atomic
+from .workspace import Workspace, checked_name, clean_name, disk_errors, expand, make_folder, write_atomic
 
 WATCH_S = 0.3
 HEARTBEAT_S = 30.0  # how often a process says that it lives
@@ -312,8 +312,8 @@ def _free_name(workspace: Workspace, wanted: settings.Settings, project: str) ->
 
 def _absolute_paths(wanted: settings.Settings) -> settings.Settings:
     """The process of a run works in the run's folder, so nothing may depend on the current one."""
-    folder = os.path.abspath(Path(wanted.dataset.folder).expanduser())
-    source = Path(wanted.base.source).expanduser()
+    folder = os.path.abspath(expand(wanted.dataset.folder))
+    source = expand(wanted.base.source)
     base = wanted.base.model_copy(update={"source": os.path.abspath(source)}) if source.exists() else wanted.base
     return wanted.model_copy(update={"dataset": wanted.dataset.model_copy(update={"folder": folder}), "base": base})
 
@@ -340,8 +340,11 @@ def list_runs(workspace: Workspace, followers: dict[Path, Follower] | None = Non
 
 
 def find(workspace: Workspace, name: str | Path) -> RunFolder:
-    """A run by its folder, by 'project/run', or by its name alone. Raises RunError naming what is near."""
-    folder = Path(name).expanduser()
+    """A run by its folder, by 'project/run', or by its name alone.
+
+    Raises RunError naming what is near, WorkspaceError for what cannot be looked up.
+    """
+    folder = expand(name)
     if (folder / "settings.toml").is_file():
         return RunFolder(Path(os.path.abspath(folder)))
     known = {path.parent for path in workspace.projects.glob("*/runs/*/settings.toml")}
@@ -402,41 +405,50 @@ def start(workspace: Workspace, run: RunFolder, *, resume: bool = False, foregro
 
 
 def _refuse_start(run: RunFolder, state: RunState, resume: bool) -> None:
-    if state.status == "finished" and not (resume and _goes_further(run, state)):
-        raise RunError(
-            f"run '{run.name}' is finished",
-            f"go further with `safelight resume {run.name} --set train.steps=…`, or train anew",
-        )
+    if state.status == "finished" and not (resume and _goes_further(settings.load(run.settings), state)):
+        raise _finished(run)
     if not state.ended and state.status != "created":
         raise RunError(f"run '{run.name}' is already {state.status}", "`safelight runs` shows it")
     if state.started is not None and not resume:
         raise RunError(f"run '{run.name}' has begun before", "resume it, or create a new run; nothing is overwritten")
 
 
-def _goes_further(run: RunFolder, state: RunState) -> bool:
-    """Whether a finished run was given more steps since."""
-    train = settings.load(run.settings).train
+def _finished(run: RunFolder) -> RunError:
+    hint = f"go further with `safelight resume {run.name} --set train.steps=…`, or train anew"
+    return RunError(f"run '{run.name}' is finished", hint)
+
+
+def _goes_further(chosen: settings.Settings, state: RunState) -> bool:
+    """Whether these settings give a finished run more steps."""
+    train = chosen.train
     return (train.steps is not None and train.steps > state.step) or (
         train.epochs is not None and state.losses[-1:] != () and train.epochs > state.losses[-1].epoch + 1
     )
 
 
 def change_settings(run: RunFolder, changes: Iterable[str]) -> None:
-    """Apply `section.field=value` to a run that is not going on at the moment.
+    """Apply `section.field=value` to a run that is not going on at the moment. What is refused changes nothing.
 
-    Raises RunError when it is, and SettingsError for a setting that would make it another run.
+    Raises RunError when it is going on, or is finished and would not go further, and SettingsError for a setting that
+    would make it another run.
     """
     state = status(run)
     if not state.ended:
         raise RunError(f"run '{run.name}' is {state.status}", "stop it first")
     then = settings.load(run.settings)
     data = settings.read_toml(run.settings)
-    for change in changes:
-        settings.set_dotted(data, change)
+    settings.apply(data, changes)
     now = settings.parse(data, origin=run.settings.name)
     problems = settings.changed(then.model_dump(mode="json"), now.model_dump(mode="json"))
     if problems:
         raise SettingsError(f"run '{run.name}' cannot go on with other settings", problems=problems)
+    if state.status == "finished" and not _goes_further(now, state):
+        raise _finished(run)
+    saved = max((item.step for item in state.checkpoints), default=0)
+    if now.train.steps is not None and now.train.steps < saved:
+        raise SettingsError(
+            f"train.steps: run '{run.name}' has a checkpoint of step {saved} already", "give as many steps, or more"
+        )
     write_atomic(run.settings, settings.to_toml(now))
 
 

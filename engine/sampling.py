@@ -11,8 +11,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from .errors import PictureError
 from .families.family import Conditioning, Family, Parts
-from .precision import Precision
+from .precision import Precision, all_finite
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,8 @@ def sample(
     """One picture per conditioning. The denoiser, the VAE and the scheduler must be loaded.
 
     The noise comes from a CPU generator with the picture's seed, as `pipeline(generator=…)` takes it, so another
-    program with the same seed gets the same picture. The global random state is left as it was.
+    program with the same seed gets the same picture. The global random state is left as it was. Raises PictureError
+    for a picture that is not finite.
     """
     denoiser = parts[family.spec.denoiser]
     pipeline = family.pipeline(parts)
@@ -72,7 +74,12 @@ def _decode(family: Family, parts: Parts, latents: Tensor, shot: Shot, device: t
 
 
 def to_image(pixels: Tensor) -> Image.Image:
-    """(3,H,W) in about [-1,1] -> RGB picture, rounded as diffusers does."""
+    """(3,H,W) in about [-1,1] -> RGB picture, rounded as diffusers does. Raises PictureError for what is not finite."""
+    if not all_finite([pixels]):
+        raise PictureError(
+            "the picture is not finite: it would be black",
+            "lower the strength, the guidance or the learning rate, or compute in bf16 or fp32",
+        )
     scaled = (pixels / 2 + 0.5).clamp(0, 1).permute(1, 2, 0).cpu().numpy()
     return Image.fromarray((scaled * 255).round().astype(np.uint8))
 

@@ -22,7 +22,7 @@ from . import checkpoints, events
 from .data.batches import MicroBatch
 from .data.cache import TensorCache
 from .denoiser import PlainDenoiser
-from .errors import CheckpointError, Problem, TrainingError, WorkspaceError
+from .errors import CheckpointError, PictureError, Problem, TrainingError, WorkspaceError
 from .events import EventLog
 from .export import ExportResult, TrainedFacts, export_full, export_lora, probe
 from .families.family import Conditioning, Extras, Parts
@@ -34,7 +34,7 @@ from .objectives.denoise import Denoise
 from .objectives.objective import Phase
 from .optim import RoleOptimizer
 from .plan import Plan, plan_run
-from .precision import Precision, checksum
+from .precision import Precision, all_finite, checksum, use_threads
 from .proof import Movement
 from .roles import EMA, POLICY, Bundle, Weights
 from .runs import Request, Requests, RunFolder, identify
@@ -57,9 +57,8 @@ def train(
 
     Raises SafelightError subclasses for whatever the user can mend.
     """
-    if "OMP_NUM_THREADS" in os.environ:
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     plan = plan_run(settings, progress=_progress(log, "scan"))
+    use_threads(plan.base.located.cpu_threads, plan.base.device)
     point = _resume_point(run, plan) if resume else None
     me = identify(os.getpid())
     log.append(
@@ -367,10 +366,14 @@ class Trainer:
             self.run_folder.samples.mkdir(exist_ok=True)
         for index, prompt in enumerate(self.plan.prompts):
             seed = self.settings.samples.seed + index
-            with self.evaluation():
-                negative = self._conditioning(self.settings.samples.negative_prompt)
-                positive = [self._conditioning(prompt)]
-                pictures = sample(self.family, self.parts, positive, negative, [seed], shot, self.precision)
+            try:
+                with self.evaluation():
+                    negative = self._conditioning(self.settings.samples.negative_prompt)
+                    positive = [self._conditioning(prompt)]
+                    pictures = sample(self.family, self.parts, positive, negative, [seed], shot, self.precision)
+            except PictureError as error:  # a picture tells of training, it is not training
+                self.log.append(events.Warning("sample", f"no picture of '{prompt[:60]}': {error.message}"))
+                continue
             path = self.run_folder.samples / f"step-{self.step:06d}-{index:02d}.png"
             with disk_errors(path):
                 pictures[0].save(path)
@@ -395,6 +398,11 @@ class Trainer:
         self.log.append(events.Checkpoint(step=self.step, path=relative))
 
     def _write_checkpoint(self, root: Path) -> None:
+        if not all_finite(p for name in self.optimizers for p in self.weights.parameters(name).values()):
+            raise TrainingError(
+                f"the trained weights are not finite after step {self.step}; they were not saved",
+                "lower optimizer.lr; `safelight resume` goes on from the last checkpoint",
+            )
         writer = checkpoints.Writer(root, self.step)
         plain: dict[str, Mapping[str, Any]] = {}
         component = self.family.spec.denoiser
@@ -408,7 +416,7 @@ class Trainer:
         writer.commit(
             checkpoints.Manifest(
                 step=self.step,
-                epoch=self.plan.sampler.position(self.step)[0],
+                epoch=self.plan.sampler.position(max(0, self.step - 1))[0],  # as in the events: of the last step
                 seed=self.settings.train.seed,
                 base=self.base_identity,
                 data=self.source.identity(),
@@ -460,8 +468,7 @@ class Trainer:
             weights, live = self.method.collect(self.bundle), predict()
         for member in self.bundle.members.values():
             remove_adapters(member)
-        formats = self.settings.export.formats or self.family.spec.default_formats
-        for format in formats:
+        for format in self.plan.formats:
             yield export_lora(
                 weights,
                 folder,

@@ -19,6 +19,7 @@ from pathlib import Path
 from .errors import WorkspaceError
 
 ENVIRONMENT = "SAFELIGHT_HOME"
+MAX_SHOWN = 200  # characters of a path in a message
 MAX_NAME = 80  # characters; leaves room for suffixes and for systems that limit whole paths to 260
 
 # Windows refuses these as file names, with any extension.
@@ -57,7 +58,7 @@ class Workspace:
 
     def caption_journal(self, folder: Path) -> Path:
         """Where the undo records of a folder's captions are kept: one place for each folder, wherever that lies."""
-        place = os.path.abspath(folder.expanduser())
+        place = os.path.abspath(expand(folder))
         digest = hashlib.sha256(os.path.normcase(place).encode()).hexdigest()[:12]
         return self.root / "caption-edits" / f"{clean_name(Path(place).name, fallback='folder')}-{digest}"
 
@@ -78,12 +79,27 @@ class Workspace:
 
 
 def locate(folder: Path | str | None = None, environment: Mapping[str, str] = os.environ) -> Workspace:
-    """The workspace: the given folder, else SAFELIGHT_HOME, else ~/safelight. It need not exist yet."""
+    """The workspace: the given folder, else SAFELIGHT_HOME, else ~/safelight. It need not exist yet.
+
+    Raises WorkspaceError when it is a file, or cannot be a path here.
+    """
     chosen = str(folder) if folder else environment.get(ENVIRONMENT, "") or "~/safelight"
-    root = Path(os.path.abspath(Path(chosen).expanduser()))
+    root = Path(os.path.abspath(expand(chosen)))
     if root.exists() and not root.is_dir():
         raise WorkspaceError(f"the workspace {root} is a file", "give a folder with --workspace or SAFELIGHT_HOME")
     return Workspace(root)
+
+
+def expand(path: Path | str) -> Path:
+    """The path with '~' filled in. Raises WorkspaceError for one that cannot be looked up on this system."""
+    try:
+        full = Path(path).expanduser()
+        full.exists()  # names that are too long or hold a NUL are refused only now
+    except (OSError, ValueError, RuntimeError) as error:
+        text = str(path) if len(str(path)) <= MAX_SHOWN else f"{str(path)[:MAX_SHOWN]}…"
+        reason = (isinstance(error, OSError) and error.strerror) or str(error)
+        raise WorkspaceError(f"'{text}' cannot be used as a path: {reason}", "check the path") from error
+    return full
 
 
 # --- names ------------------------------------------------------------------------------------------------------------

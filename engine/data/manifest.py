@@ -128,6 +128,7 @@ class _Findings:
     notes: list[Problem] = field(default_factory=list)
     left_out: list[Problem] = field(default_factory=list)
     formats: Counter[str] = field(default_factory=Counter)
+    transparent: int = 0  # number of images with transparent parts
     by_content: dict[str, str] = field(default_factory=dict)
     by_key: dict[Key, str] = field(default_factory=dict)
 
@@ -158,6 +159,7 @@ def _examine(name: str, listing: Listing, dataset: schema.Dataset, min_side: int
         notes.append(f"shares its caption file with {sharer}, because only their endings differ")
     findings.notes += [Problem(shown, note) for note in notes]
     findings.formats[decoded.format] += 1
+    findings.transparent += decoded.alpha is not None
     size = (decoded.image.height, decoded.image.width)
     repeats = _repeats(name, dataset)
     findings.items.append(Item(path, name, size, content_hash, caption, mask_path, mask_hash, repeats))
@@ -268,6 +270,9 @@ def _review_folder(listing: Listing, dataset: schema.Dataset, findings: _Finding
     if listing.masks and dataset.masks != "file":
         reason = f"{len(listing.masks)} mask files are there but not used"
         findings.notes.append(Problem("dataset.masks", reason, "set dataset.masks = 'file'"))
+    if dataset.masks == "alpha" and not findings.transparent:
+        reason = "is 'alpha', but no image has transparent parts; the loss counts everywhere"
+        findings.notes.append(Problem("dataset.masks", reason, "save the images with transparency, or use mask files"))
     if listing.ignored:
         counts = ", ".join(f"{count} {ending}" for ending, count in sorted(listing.ignored.items()))
         findings.notes.append(Problem(str(listing.root), f"ignored: {printable(counts)}"))

@@ -126,6 +126,7 @@ def write_notes(folder: Path, guidance: float) -> None:
         "resolution": 48,
         "sizes": [list(size) for size in SIZES],
         "preview": {"steps": _PREVIEW_STEPS, "guidance_scale": guidance},
+        "cpu_threads": 1,  # its tensors are so small that threads wait for each other, minutes where others run too
     }
     (folder / "safelight.json").write_text(json.dumps(notes, indent=2) + "\n", encoding="utf-8")
 

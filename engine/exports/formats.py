@@ -165,13 +165,17 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 def check_is_safetensors(path: Path) -> None:
     """Raises LoraFileError for what can be seen to be no safetensors file before it is parsed."""
-    if path.is_dir():
-        raise LoraFileError(f"{path} is a folder", "give the .safetensors file inside it")
-    if not path.is_file():
-        raise LoraFileError(f"there is no file {path}", "check the path")
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(9)
+    try:
+        if path.is_dir():
+            raise LoraFileError(f"{path} is a folder", "give the .safetensors file inside it")
+        if not path.is_file():
+            raise LoraFileError(f"there is no file {path}", "check the path")
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(9)
+    except (OSError, ValueError) as error:  # no permission, a name that is too long
+        reason = (isinstance(error, OSError) and error.strerror) or str(error)
+        raise LoraFileError(f"{path.name[:80]} cannot be opened: {reason}", "check the path") from error
     header = struct.unpack("<Q", start[:8])[0] if len(start) >= 8 else 0
     plausible = 2 <= header <= MAX_HEADER_BYTES and start[8:] == b"{"
     looks_like_pickle = start[:4] == b"PK\x03\x04" or start[:1] == b"\x80"  # a header's length may begin like one, too
@@ -213,7 +217,7 @@ def _describe_layers(layers: Mapping[str, LoraLayer]) -> dict[str, object]:
         "dora": any(layer.magnitude is not None for layer in layers.values()),
         "dtypes": sorted({str(layer.down.dtype).removeprefix("torch.") for layer in layers.values()}),
         "blocks": dict(Counter(_block(module) for module in layers)),
-        "max_abs_up": max(float(layer.up.abs().max()) for layer in layers.values()),
+        "max_abs_up": max(float(layer.up.float().abs().max()) for layer in layers.values()),
     }
 
 

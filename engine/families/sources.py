@@ -12,8 +12,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from ..errors import BaseModelError
+from ..errors import BaseModelError, WorkspaceError
 from ..settings.schema import Base
+from ..workspace import expand
 from . import hub
 
 EMBEDDED = ("embedded/unet", "embedded/flow")
@@ -69,6 +70,12 @@ class LocatedBase:
             hashes.append(chosen + _folder_identity(folder))
         return "-".join(hashes)
 
+    @property
+    def cpu_threads(self) -> int | None:
+        """How many CPU threads suit the base, where it says so."""
+        wanted = self.defaults.get("cpu_threads")
+        return int(wanted) if wanted else None
+
     @cached_property
     def sizes(self) -> tuple[tuple[int, int], ...]:
         """Sizes (height, width) the base was trained at, where it says so; empty means any."""
@@ -85,7 +92,10 @@ def locate(base: Base, check: Check | None = None) -> LocatedBase:
     name = base.source
     if name.startswith("embedded/") and name not in EMBEDDED:
         raise BaseModelError(f"there is no base '{name}'", f"embedded bases are {' and '.join(EMBEDDED)}")
-    path = Path(name).expanduser()
+    try:
+        path = expand(name)
+    except WorkspaceError as error:
+        raise BaseModelError(f"base model: {error.message}", error.hint) from error
     if name in EMBEDDED:
         path = Path(__file__).parent.parent / "embedded" / name.split("/")[1]
     elif path.suffix.lower() in PICKLES and not path.is_dir():

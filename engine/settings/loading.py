@@ -26,8 +26,7 @@ def load(path: Path, overrides: Iterable[str] = ()) -> Settings:
     A relative data set or base folder is taken relative to the file. Raises SettingsError listing every problem.
     """
     data = read_toml(path)
-    for override in overrides:
-        set_dotted(data, override)
+    apply(data, overrides)
     resolve_paths(data, path.parent)
     return parse(data, origin=path.name)
 
@@ -35,11 +34,14 @@ def load(path: Path, overrides: Iterable[str] = ()) -> Settings:
 def read_toml(path: Path) -> dict[str, Any]:
     """A TOML file as plain data. Raises SettingsError when it is missing, too large, not UTF-8 or not TOML."""
     try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise SettingsError(f"cannot read settings file {path}: {error.strerror}", "check the path") from error
+        with path.open("rb") as file:
+            raw = file.read(MAX_FILE_BYTES + 1)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        raise SettingsError(f"cannot read settings file {shown(path)}: {_reason(error)}", "check the path") from error
     if len(raw) > MAX_FILE_BYTES:
-        raise SettingsError(f"settings file {path} has {len(raw)} bytes; at most {MAX_FILE_BYTES} are read")
+        raise SettingsError(
+            f"settings file {shown(path)} is too large: at most {MAX_FILE_BYTES} bytes are read"
+        )
     try:
         return tomllib.loads(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -53,6 +55,8 @@ def parse(data: Mapping[str, Any], *, origin: str = "settings") -> Settings:
     try:
         # JSON mode: strict about types, yet lists may become tuples and 1 may become 1.0, as in TOML.
         return Settings.model_validate_json(json.dumps(_with_variants(data, Settings), default=str), strict=True)
+    except RecursionError as error:
+        raise SettingsError(f"{origin}: the settings are nested too deeply", "no setting is a list of lists") from error
     except ValidationError as error:
         problems = [_problem(item) for item in error.errors(include_url=False)]
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
@@ -66,18 +70,29 @@ def to_toml(settings: Settings) -> str:
     return tomli_w.dumps(settings.model_dump(mode="json", exclude_none=True))
 
 
+def apply(data: dict[str, Any], overrides: Iterable[str]) -> None:
+    """Apply several `section.field=value` to plain data, whatever their order: those that choose a variant come first.
+
+    Raises SettingsError for one that is not of that form.
+    """
+    for override in sorted(overrides, key=lambda text: not text.partition("=")[0].strip().endswith(".type")):
+        set_dotted(data, override)
+
+
 def set_dotted(data: dict[str, Any], override: str) -> None:
     """Apply one `section.field=value` to plain data; the value is read as TOML, or as text when it is not TOML.
 
-    Changing `section.type` starts that section afresh, since its other fields belong to another variant.
+    Changing `section.type` starts that section afresh, since its other fields belong to another variant. Raises
+    SettingsError for anything that is not of that form.
     """
     name, equals, text = override.partition("=")
     keys = [key.strip() for key in name.split(".")]
     if not equals or not all(keys):
         raise SettingsError(f"'{override}' is not of the form section.field=value", "for example optimizer.lr=1e-4")
     try:
-        value = tomllib.loads(f"value = {text.strip()}")["value"]
-    except tomllib.TOMLDecodeError:
+        read = tomllib.loads(f"value = {text.strip()}")
+        value = read["value"] if len(read) == 1 else text.strip()  # a line end inside begins another key
+    except (tomllib.TOMLDecodeError, RecursionError):
         value = text.strip()
     target = data
     for key in keys[:-1]:
@@ -91,13 +106,21 @@ def set_dotted(data: dict[str, Any], override: str) -> None:
 
 
 def resolve_paths(data: dict[str, Any], folder: Path) -> None:
-    """Make a relative data set folder, and a base that is a file or folder here, absolute; in place."""
+    """Make a relative data set folder, and a base that is a file or folder here, absolute; in place.
+
+    Raises SettingsError for what cannot be a path on this system.
+    """
     for section, key in (("dataset", "folder"), ("base", "source")):
         values = data.get(section)
         if not isinstance(values, dict) or not isinstance(values.get(key), str) or not values[key]:
             continue
-        path = (folder / Path(values[key]).expanduser()).absolute()
-        if section == "dataset" or path.exists():  # another base may be a hub id or an embedded one
+        try:
+            path = (folder / Path(values[key]).expanduser()).absolute()
+            there = path.exists()
+        except (OSError, ValueError, RuntimeError) as error:  # too long, no permission, a NUL, no such home folder
+            text = f"{section}.{key}: '{shown(values[key])}' cannot be used: {_reason(error)}"
+            raise SettingsError(text, "check the path") from error
+        if section == "dataset" or there:  # another base may be a hub id or an embedded one
             values[key] = str(path)
 
 
@@ -135,9 +158,23 @@ def _problem(item: Mapping[str, Any]) -> Problem:
     if item["type"] in ("union_tag_invalid", "literal_error", "union_tag_not_found"):
         expected = item.get("ctx", {}).get("expected_tags") or item.get("ctx", {}).get("expected") or "'type'"
         return Problem(where + (".type" if item["type"].startswith("union") else ""), f"must be one of {expected}")
+    if item["type"] == "json_invalid":  # it was JSON that we made, so a value is what JSON cannot hold
+        surrogate = "surrogate" in reason
+        return Problem(where, "hold text that is not Unicode" if surrogate else "are nested too deeply")
     received = item.get("input")
-    shown = "" if isinstance(received, dict) else f", got {json.dumps(received, default=str)}"
-    return Problem(where, reason[:1].lower() + reason[1:] + shown)
+    given = "" if isinstance(received, dict) else f", got {shown(json.dumps(received, default=str))}"
+    return Problem(where, reason[:1].lower() + reason[1:] + given)
+
+
+def shown(text: object, length: int = 200) -> str:
+    """A value in a message: one that fills the screen is cut."""
+    whole = str(text)
+    return whole if len(whole) <= length else f"{whole[:length]}… ({len(whole)} characters)"
+
+
+def _reason(error: Exception) -> str:
+    """What the system says, without its number and the path."""
+    return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
 def _settings_path(loc: tuple[int | str, ...]) -> tuple[list[str], list[type[BaseModel]]]:
