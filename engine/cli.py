@@ -37,7 +37,9 @@ from .terminal import (
     print_problems,
     print_state,
     problem_rows,
+    show_any_text,
 )
+from .worker import is_out_of_memory
 from .workspace import Workspace, expand, locate, write_atomic
 
 if TYPE_CHECKING:
@@ -74,6 +76,7 @@ DetachOption = Annotated[bool, typer.Option("--detach", help="Return at once; th
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Errors go to stderr, in one line with a hint, never as a traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    show_any_text()
     try:
         app(args=arguments, prog_name="safelight")
     except SystemExit as ended:
@@ -87,6 +90,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except Exception as error:  # the edge of the program: our fault, shown as one
+        if is_out_of_memory(error):
+            print(f"error: out of memory: {(str(error).splitlines() or [''])[0]}", file=sys.stderr)
+            print("Hint: draw or train smaller, or close other programs", file=sys.stderr)
+            return EXIT_USER
         print(f"this is a bug in safelight: {type(error).__name__}: {error}", file=sys.stderr)
         print(f"the details for a bug report are in {_write_traceback()}", file=sys.stderr)
         return EXIT_BUG
@@ -201,6 +208,7 @@ def caption(
 
     Example: safelight caption photos --template "a photo of sks dog, {name}"
     """
+    _require_unicode(template, trigger)
     folder = _folder(folder, workspace)
     journal = locate(workspace).caption_journal(folder)
     if undo:
@@ -468,6 +476,9 @@ def preview(
     from .preview import Request
     from .preview import preview as draw
 
+    _require_unicode(*(prompt or ()), negative_prompt)
+    if sweep and strength != 1.0:
+        raise SettingsError("--strength and --sweep are both given", "name all strengths in --sweep")
     place = locate(workspace)
     request = Request(
         prompts=tuple(prompt or ()),
@@ -527,6 +538,7 @@ def verify(
     else:
         for key, value in found.items():
             print(f"{key}: {value}")
+    raise typer.Exit(EXIT_USER if found["fits"] is False else EXIT_OK)
 
 
 def _source(place: Workspace, text: str) -> Path | RunFolder:
@@ -534,13 +546,18 @@ def _source(place: Workspace, text: str) -> Path | RunFolder:
     return path if path.suffix == ".safetensors" else runs.find(place, text)
 
 
+def _require_unicode(*texts: str) -> None:
+    """Arguments may be any bytes; those that are no text in the terminal's encoding arrive as halves of characters."""
+    for text in texts:
+        if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+            raise SettingsError(f"{text[:60]!r} is not Unicode text", "type it anew, or check the terminal's encoding")
+
+
 def _strengths(text: str) -> tuple[float, ...]:
     try:
         strengths = tuple(float(part) for part in text.split(","))
     except ValueError as error:
         raise SettingsError(f"--sweep: '{text}' is not a list of numbers", "for example 0,0.5,1") from error
-    if not all(math.isfinite(strength) for strength in strengths):
-        raise SettingsError(f"--sweep: '{text}' holds a value that is not finite", "for example 0,0.5,1")
     return strengths
 
 

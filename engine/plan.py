@@ -26,7 +26,6 @@ from .noise import Diffusion, Flow, LevelLaw, level_law
 from .precision import DTYPES, pick_device, pick_precision
 from .settings.schema import Full, Lora, Settings
 
-
 MUCH_CUT_OFF = 0.5  # share of a picture's area; bases know shapes to about 2:1, and ordinary ones lose far less
 
 

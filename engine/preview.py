@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +12,7 @@ import torch
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from . import trained
+from . import runs, trained
 from .errors import LoraFileError, SettingsError
 from .exports.formats import read_lora, write_lora
 from .exports.metadata import settings_from_metadata
@@ -23,10 +25,14 @@ from .precision import Precision, use_threads
 from .runs import RunFolder
 from .sampling import Shot, sample
 from .settings.schema import Base, Dataset, Settings
-from .workspace import Workspace, disk_errors, make_folder
+from .workspace import Workspace, clean_name, disk_errors, make_folder
 
 ADAPTER = "preview"
 GAP_PX = 4
+MAX_SEED = 2**62  # room to count up in what torch takes
+MAX_STEPS, MAX_SIDE = 1000, 4096  # as in the settings of a run's samples
+
+logger = logging.getLogger(__name__)
 
 
 class Previewer:
@@ -57,6 +63,13 @@ class Previewer:
         """Replace the denoiser's weights by fully trained ones."""
         trained.replace_parameters(self.parts[self.base.family.spec.denoiser], state)
 
+    def warn_about_long(self, prompts: Sequence[str]) -> None:
+        """Say which prompts the base does not read to their end."""
+        for prompt in prompts:
+            has, reads = self.base.family.count_tokens(self.parts, prompt)
+            if has > reads:
+                logger.warning("the base reads only %d of the %d tokens of '%s…'", reads, has, prompt[:60])
+
     def draw(
         self, prompts: Sequence[str], seeds: Sequence[int], shot: Shot, *, negative: str = "", strength: float = 1.0
     ) -> list[Image.Image]:
@@ -76,6 +89,11 @@ class Source:
     lora: LoraWeights | None = None
     file: Path | None = None
     denoiser: dict[str, torch.Tensor] | None = None
+    prompts: tuple[str, ...] = ()  # that are drawn when none are given
+
+    @property
+    def has_lora(self) -> bool:
+        return self.lora is not None or self.file is not None
 
 
 def open_source(source: Path | RunFolder, base: str | None) -> Source:
@@ -83,7 +101,9 @@ def open_source(source: Path | RunFolder, base: str | None) -> Source:
     if isinstance(source, RunFolder):
         found = trained.read(source)
         chosen = found.settings if base is None else _with_base(found.settings, base)
-        return Source(chosen, lora=found.lora, denoiser=dict(found.denoiser) if found.denoiser else None)
+        drawn = dict.fromkeys(item.prompt for item in runs.status(source).samples)
+        denoiser = dict(found.denoiser) if found.denoiser else None
+        return Source(chosen, found.lora, denoiser=denoiser, prompts=chosen.samples.prompts or tuple(drawn))
     if source.is_dir():
         return Source(_bare_settings(str(source)))
     file = read_lora(source)
@@ -127,12 +147,17 @@ def preview(
     """Draw every prompt at every strength, with the same seed at each, into PNG files that say how they were made.
 
     Several strengths also give one strip a prompt. Prompts default to the run's own. Returns the written files.
+    Raises SettingsError for a request that cannot be drawn as it says, PictureError when a picture is not finite.
     """
+    _check_numbers(request)
     opened = open_source(source, base)
-    prompts = request.prompts or opened.settings.samples.prompts
+    if not opened.has_lora and request.strengths != (1.0,):
+        raise SettingsError("strengths are for LoRAs; there is none here to scale", "leave --strength and --sweep out")
+    prompts = request.prompts or opened.prompts
     if not prompts:
         raise SettingsError("there is nothing to draw", "give --prompt")
     previewer = open_previewer(opened, workspace)
+    previewer.warn_about_long(prompts)
     shot = shot_for(previewer.base, request.steps, request.guidance_scale, request.size)
     seeds = [request.seed + index for index in range(len(prompts))]
     common: dict[str, object] = {
@@ -148,7 +173,7 @@ def preview(
         pictures = previewer.draw(prompts, seeds, shot, negative=request.negative_prompt, strength=strength)
         for index, picture in enumerate(pictures):
             facts = {**common, "prompt": prompts[index], "seed": seeds[index], "strength": strength}
-            name = f"{index:02d}-seed{seeds[index]}-strength{strength:g}.png"
+            name = f"{index:02d}-seed{seeds[index]}-strength{_name_of(strength)}.png"
             written.append(save_png(picture, out / name, facts))
             rows[index].append(picture)
     if len(request.strengths) > 1:
@@ -156,6 +181,22 @@ def preview(
             facts = {**common, "prompt": prompts[index], "seed": seeds[index], "strengths": list(request.strengths)}
             written.append(save_png(strip(row), out / f"{index:02d}-seed{seeds[index]}-sweep.png", facts))
     return written
+
+
+def _check_numbers(request: Request) -> None:
+    names = [_name_of(strength) for strength in request.strengths]
+    if not all(map(math.isfinite, request.strengths)):
+        raise SettingsError("a strength must be a finite number", "for example 0.8")
+    if len(set(names)) < len(names):
+        raise SettingsError("the same strength is given twice", "name each strength once")
+    if not 0 <= request.seed <= MAX_SEED:
+        raise SettingsError(f"--seed: {request.seed} is out of range", f"seeds are 0 to {MAX_SEED}")
+    if request.steps is not None and not 1 <= request.steps <= MAX_STEPS:
+        raise SettingsError(f"--steps: {request.steps} is out of range", f"sampler steps are 1 to {MAX_STEPS}")
+
+
+def _name_of(strength: float) -> str:
+    return f"{strength:.8g}"
 
 
 def open_previewer(source: Source, workspace: Workspace) -> Previewer:
@@ -167,7 +208,7 @@ def open_previewer(source: Source, workspace: Workspace) -> Previewer:
         previewer.load_lora(source.file)
     if source.lora is not None:
         folder = make_folder(workspace.cache / "previews")
-        path = folder / f"{id(source):x}.safetensors"
+        path = folder / f"{clean_name(source.settings.name, fallback='run')}-{id(source):x}.safetensors"
         family = previewer.base.family.spec.id
         try:
             write_lora(source.lora, path, format="diffusers", family=family, metadata={}, dtype=torch.float32)
@@ -184,10 +225,10 @@ def shot_for(base: BasePlan, steps: int | None, guidance_scale: float | None, si
     multiple = family.pixel_multiple(base.located)
     side = family.resolution(base.located) // multiple * multiple
     height, width = size or (side, side)
-    if height % multiple or width % multiple or min(height, width) < multiple:
+    if height % multiple or width % multiple or min(height, width) < multiple or max(height, width) > MAX_SIDE:
         raise SettingsError(
             f"a picture of {height} x {width} px cannot be drawn on this base",
-            f"sides must be multiples of {multiple}",
+            f"sides must be multiples of {multiple}, at most {MAX_SIDE}",
         )
     guidance = usual_guidance if guidance_scale is None else guidance_scale
     return Shot((height, width), steps or usual_steps, guidance)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -151,7 +152,20 @@ def print_problems(title: str, problems: Sequence[Problem]) -> None:
 
 
 def print_json(data: object) -> None:
-    print(json.dumps(data, indent=2, ensure_ascii=False, default=_plain))
+    """Characters that the output cannot show become JSON's own escapes."""
+    text = json.dumps(data, indent=2, ensure_ascii=False, default=_plain)
+    try:
+        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        text = json.dumps(data, indent=2, default=_plain)
+    print(text)
+
+
+def show_any_text() -> None:
+    """Names of files may hold what the terminal's encoding does not: that is shown escaped, and ends nothing."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _plain(value: object) -> object:

@@ -114,7 +114,7 @@ def clean_name(text: str, fallback: str = "") -> str:
     name = re.sub(r"[^\w.\-]+", "-", normal)  # \w is Unicode: 'Füße' and '写真' stay readable
     name = re.sub(r"-{2,}", "-", name).strip("-. ")[:MAX_NAME].rstrip("-. ")
     if name.split(".")[0].lower() in _RESERVED:
-        name = f"{name.split('.')[0]}_{name[len(name.split('.')[0]):]}"
+        name = f"{name.split('.')[0]}_{name[len(name.split('.')[0]) :]}"
     if not name:
         if not fallback:
             raise WorkspaceError(f"'{text}' cannot be used as a name", "use letters, digits, '-' or '_'")

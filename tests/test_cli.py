@@ -190,7 +190,7 @@ def test_doctor_tries_number_formats_and_says_what_is_wrong(place: Path, capsys:
 
 # --- runs -------------------------------------------------------------------------------------------------------------
 
-TRAINER = '''
+TRAINER = """
 import time
 from engine import events
 from engine.errors import TrainingError
@@ -211,7 +211,7 @@ def train(settings, run, log, requests, *, workspace, resume):
             log.append(events.Finished(step, "stopped"))
             return
     log.append(events.Finished(settings.train.steps, "finished"))
-'''
+"""
 FINDER = """
 import importlib.abc, importlib.util, sys
 

@@ -39,9 +39,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         raise SettingsError(f"cannot read settings file {shown(path)}: {_reason(error)}", "check the path") from error
     if len(raw) > MAX_FILE_BYTES:
-        raise SettingsError(
-            f"settings file {shown(path)} is too large: at most {MAX_FILE_BYTES} bytes are read"
-        )
+        raise SettingsError(f"settings file {shown(path)} is too large: at most {MAX_FILE_BYTES} bytes are read")
     try:
         return tomllib.loads(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:

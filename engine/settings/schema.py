@@ -361,7 +361,7 @@ class Samples(Section):
 
     every: int = Field(250, ge=0, le=1_000_000, description="Steps between samples; 0 makes none at all.")
     prompts: tuple[Annotated[str, Field(max_length=10_000)], ...] = Field(
-        (), max_length=64, description="What to draw. Empty takes the first two different captions, with the trigger words."
+        (), max_length=64, description="What to draw. Empty takes the first two captions that differ, with the trigger."
     )
     negative_prompt: str = Field("", max_length=10_000, description="What guidance moves away from.")
     steps: int | None = Field(None, ge=1, le=1000, description="Sampler steps. Unset takes the base's usual number.")

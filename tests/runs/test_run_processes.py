@@ -26,7 +26,7 @@ from engine.events import RunState, fold, read
 from engine.runs import ProcessId, RunFolder
 from engine.workspace import Workspace
 
-TRAINER = '''
+TRAINER = """
 import os, subprocess, sys, time
 from engine import events
 from engine.errors import TrainingError
@@ -83,7 +83,7 @@ def train(settings, run, log, requests, *, workspace, resume):
             log.append(events.Finished(step, "stopped"))
             return
     log.append(events.Finished(settings.train.steps, "finished", {"moved": 1}))
-'''
+"""
 
 FINDER = """
 import importlib.abc, importlib.util, sys
