@@ -47,7 +47,11 @@ def finish_base(run: Path, out: Path) -> None:
     from engine.embedded.denoisers import adopt_notes
 
     exported = next(path.parent for path in (run / "exports").glob("*/model_index.json"))
-    DiffusionPipeline.from_pretrained(exported, torch_dtype=torch.float16).save_pretrained(out)
+    pipeline = DiffusionPipeline.from_pretrained(exported, torch_dtype=torch.float16)
+    for component in pipeline.components.values():
+        if isinstance(component, torch.nn.Module):
+            component.to(torch.float16)  # also what transformers keeps in float32, such as parts of T5
+    pipeline.save_pretrained(out)
     adopt_notes(exported, out)
 
 
