@@ -9,8 +9,6 @@ import pytest
 
 from benchmarks.trainer_overhead import measure
 
-BASE = Path(__file__).resolve().parents[1] / "engine" / "embedded" / "unet" / "model_index.json"
-
 
 def test_the_benchmark_runs_on_any_small_base(base: Callable[[str], Path]) -> None:
     """Only that it runs: against a base this small, a few checks are a large share."""
@@ -20,8 +18,7 @@ def test_the_benchmark_runs_on_any_small_base(base: Callable[[str], Path]) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not BASE.is_file(), reason="the embedded bases are not in this tree yet")
-def test_the_loop_costs_less_than_a_quarter_of_a_step_on_the_embedded_base() -> None:
-    """Measured at 1.02 to 1.03 of processor time; the bound leaves room for busy machines."""
+def test_the_loop_costs_less_than_a_tenth_of_a_step_on_the_embedded_base() -> None:
+    """Measured at 1.03 of processor time, by turns in one process; the bound leaves room for busy machines."""
     result = measure("embedded/unet", batch_size=4, steps=4, blocks=6)
-    assert result["ratio"] < 1.25, result
+    assert result["ratio"] < 1.10, result

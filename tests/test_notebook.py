@@ -10,7 +10,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOK = ROOT / "notebooks" / "quickstart.ipynb"
-BASE = ROOT / "engine" / "embedded" / "unet" / "model_index.json"
 
 
 def test_the_notebook_is_kept_without_outputs() -> None:
@@ -21,7 +20,6 @@ def test_the_notebook_is_kept_without_outputs() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not BASE.is_file(), reason="the embedded bases are not in this tree yet")
 def test_the_notebook_trains_and_shows_loss_and_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from nbclient import NotebookClient
 

@@ -66,8 +66,6 @@ def test_the_embedded_measure_is_in_the_wheel(wheel: zipfile.ZipFile) -> None:
 
 
 def test_the_embedded_bases_are_whole_and_small(wheel: zipfile.ZipFile) -> None:
-    if not all((ROOT / "engine" / "embedded" / base / "model_index.json").is_file() for base in BASES):
-        pytest.skip("the embedded bases are not in this tree yet; engine/embedded/bake.py makes them")
     names = wheel.namelist()
     for base in BASES:
         for part in ("model_index.json", "safelight.json", "vae/config.json", "scheduler/scheduler_config.json"):
