@@ -14,12 +14,13 @@ there is to remember of them.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -103,8 +104,7 @@ class Writer:
         self.folder = root / f".writing-{self.target.name}"
         with disk_errors(root):
             root.mkdir(parents=True, exist_ok=True)
-            for leftover in (*root.glob(".writing-*"), *root.glob(".removing-*")):  # of a process that was killed
-                shutil.rmtree(leftover)
+            remove_unfinished(root)  # of a process that was killed
             self.folder.mkdir()
         self.entries: list[Entry] = []
 
@@ -131,6 +131,23 @@ class Writer:
             self.folder.rename(self.target)
         _flush(self.target.parent)
         return self.target
+
+
+def remove_unfinished(root: Path) -> None:
+    """Give back the space of checkpoints that were not written to their end, or not removed to it."""
+    for leftover in (*root.glob(".writing-*"), *root.glob(".removing-*")):
+        shutil.rmtree(leftover)
+
+
+@contextlib.contextmanager
+def tidy(root: Path) -> Iterator[None]:
+    """Where writing fails, leave nothing half done: on a full disk there must be room to say what happened."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            remove_unfinished(root)
+        raise
 
 
 def prune(root: Path, keep: int) -> list[int]:

@@ -236,7 +236,9 @@ def caption(
         print(f"{counts['written']} captions written, {counts['kept']} kept, {counts['failed']} failed")
         print_problems("Not written", odd)
         print_problems("Problems", manifest.problems)
-        print(f"`safelight caption {folder} --undo` takes the change back")
+        if counts["written"]:
+            print(f"`safelight caption {folder} --undo` takes the change back")
+    raise typer.Exit(EXIT_USER if counts["failed"] else EXIT_OK)
 
 
 def _undo_captions(journal: Path, json_output: bool) -> None:
@@ -303,9 +305,10 @@ def resume(
     run = runs.find(place, name)
     if change:
         runs.change_settings(run, change)
-    if not runs.has_checkpoint(run) and not json_output:
-        print(f"run '{run.name}' has saved nothing yet, so it starts from the beginning")
+    anew = not runs.has_checkpoint(run)
     runs.start(place, run, resume=True, foreground=not detach)
+    if anew and not json_output:
+        print(f"run '{run.name}' has no checkpoint, so it starts from the beginning")
     _started(run, detach, json_output)
 
 

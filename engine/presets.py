@@ -73,7 +73,10 @@ def load(name_or_path: str | Path, workspace: Workspace | None = None) -> Preset
 
 def merge(preset: Preset | Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
     """The preset's values with `data` over them; a section that names another variant replaces the preset's section."""
-    return _merge(preset.data if isinstance(preset, Preset) else preset, data)
+    under = preset.data if isinstance(preset, Preset) else preset
+    own = data.get("train")
+    lengths = set(own) & set(settings.LENGTHS) if isinstance(own, Mapping) else ()
+    return _merge(settings.without_other_length(under, lengths), data)
 
 
 def from_settings(chosen: settings.Settings) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Sequence
@@ -214,7 +215,8 @@ def open_previewer(source: Source, workspace: Workspace) -> Previewer:
             write_lora(source.lora, path, format="diffusers", family=family, metadata={}, dtype=torch.float32)
             previewer.load_lora(path)
         finally:
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # on a read-only disk it was not written either
+                path.unlink(missing_ok=True)
     return previewer
 
 

@@ -18,7 +18,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
@@ -154,18 +154,19 @@ class Requests:
 class ProcessId:
     """A process for good: its pid may be given to another one later, but not with the same creation time.
 
-    `created` is what the system says (Unix s, to about a second), `since` is our own clock when it was noted.
+    `created` is what the system says (Unix s, to about a second). `since` is how many bytes of the run's event log are
+    of earlier processes; no clock is compared, since clocks are set back.
     """
 
     pid: int
     created: float
     host: str
-    since: float
+    since: int
 
 
-def identify(pid: int) -> ProcessId:
+def identify(pid: int, since: int = 0) -> ProcessId:
     """The identity of a living process of this machine."""
-    return ProcessId(pid, psutil.Process(pid).create_time(), platform.node(), time.time())
+    return ProcessId(pid, psutil.Process(pid).create_time(), platform.node(), since)
 
 
 def lives(process: ProcessId) -> bool:
@@ -188,7 +189,7 @@ def read_process(run: RunFolder) -> ProcessId | None:
     """Who runs it or ran it last. None when it never ran."""
     try:
         record = json.loads(run.process.read_bytes())
-        return ProcessId(int(record["pid"]), float(record["created"]), str(record["host"]), float(record["since"]))
+        return ProcessId(int(record["pid"]), float(record["created"]), str(record["host"]), int(record["since"]))
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
 
@@ -212,18 +213,19 @@ class Follower:
 
     def __init__(self, run: RunFolder) -> None:
         self.run = run
-        self._offset = 0
+        self.offset = 0  # bytes of the event log that were read
         self._folded = RunState()
 
     def poll(self) -> RunState:
         process = read_process(self.run)
         alive = _process_lives(self.run, process)  # asked before reading: a process that is gone has written everything
-        if self.run.events.exists() and self.run.events.stat().st_size < self._offset:
-            self._offset, self._folded = 0, RunState()
-        new, self._offset = events.read(self.run.events, self._offset)
+        if self.run.events.exists() and self.run.events.stat().st_size < self.offset:
+            self.offset, self._folded = 0, RunState()
+        new, self.offset = events.read(self.run.events, self.offset)
         if new:
             self._folded = events.fold(new, self._folded)
-        return _observed(self.run, self._folded, process, alive)
+        silent = process is not None and self.offset <= process.since
+        return _observed(self.run, self._folded, process, alive, silent)
 
 
 def status(run: RunFolder) -> RunState:
@@ -242,9 +244,9 @@ def watch(run: RunFolder, every_s: float = WATCH_S) -> Iterator[RunState]:
         time.sleep(every_s)
 
 
-def _observed(run: RunFolder, state: RunState, process: ProcessId | None, alive: bool) -> RunState:
-    if alive and process is not None:
-        if process.since > state.last_time:  # it has written nothing yet: what the events say is of an earlier one
+def _observed(run: RunFolder, state: RunState, process: ProcessId | None, alive: bool, silent: bool) -> RunState:
+    if alive:
+        if silent:  # it has written nothing yet: what the events say is of an earlier one
             state = replace(state, status="starting", error=None)
         if not state.ended and {"stop", "abort"} & set(Requests(run.requests).pending()):
             return replace(state, status="stopping")
@@ -291,15 +293,18 @@ def create(workspace: Workspace, wanted: settings.Settings, project: str = "defa
         raise RunError(f"project '{project}' already has a run '{run.name}'", "give another name, or none")
     frozen = _absolute_paths(wanted).model_copy(update={"name": run.name})
     draft = run.parent / f".new-{uuid.uuid4().hex[:8]}"
-    write_atomic(RunFolder(draft).settings, settings.to_toml(frozen))
-    with disk_errors(run):
-        for folder in ("requests", "checkpoints", "samples", "exports"):
-            (draft / folder).mkdir()
-        try:
-            draft.rename(run)
-        except OSError as error:
-            shutil.rmtree(draft)
-            raise RunError(f"project '{project}' already has a run '{run.name}'", "give another name") from error
+    try:
+        write_atomic(RunFolder(draft).settings, settings.to_toml(frozen))
+        with disk_errors(run):
+            for folder in ("requests", "checkpoints", "samples", "exports"):
+                (draft / folder).mkdir()
+            try:
+                draft.rename(run)
+            except OSError as error:
+                raise RunError(f"project '{project}' already has a run '{run.name}'", "give another name") from error
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
     return RunFolder(run)
 
 
@@ -382,7 +387,8 @@ def start(workspace: Workspace, run: RunFolder, *, resume: bool = False, foregro
     """
     make_folder(workspace.root)
     with _queue_lock(workspace):  # nobody else starts it, or looks at the queue, in between
-        _refuse_start(run, status(run), resume)
+        follower = Follower(run)
+        _refuse_start(run, follower.poll(), resume)
         Requests(run.requests).clear()
         command = [sys.executable, "-P", "-m", "engine.worker", str(run.path)]
         if resume and has_checkpoint(run):
@@ -398,7 +404,7 @@ def start(workspace: Workspace, run: RunFolder, *, resume: bool = False, foregro
                 start_new_session=not foreground,
                 creationflags=_detached_flags(foreground),
             )
-        identity = identify(process.pid)
+        identity = identify(process.pid, follower.offset)
         write_process(run, identity)
         _write_queue(workspace, [*_read_queue(workspace), Waiting(str(run.path), None, identity)])
     return identity
@@ -556,22 +562,32 @@ def device_lock(workspace: Workspace, device: str) -> FileLock:
 @contextmanager
 def _queue_lock(workspace: Workspace) -> Iterator[None]:
     make_folder(workspace.locks)
+    lock = FileLock(workspace.locks / "queue.lock", timeout=LOCK_TIMEOUT_S)
+    with disk_errors(workspace.locks):
+        try:
+            lock.acquire()
+        except Timeout as error:
+            raise WorkspaceError("the queue of runs is locked by another process", "try again in a moment") from error
+        except NotImplementedError as error:
+            raise WorkspaceError(f"{workspace.locks} cannot hold locks", "put the workspace on a local disk") from error
     try:
-        with FileLock(workspace.locks / "queue.lock", timeout=LOCK_TIMEOUT_S):
-            yield
-    except Timeout as error:
-        raise WorkspaceError("the queue of runs is locked by another process", "try again in a moment") from error
-    except NotImplementedError as error:
-        raise WorkspaceError(f"{workspace.locks} cannot hold locks", "put the workspace on a local disk") from error
+        yield
+    finally:
+        lock.release()
 
 
 def _read_queue(workspace: Workspace) -> list[Waiting]:
+    """A damaged line is passed over: whoever lost its place enters at the end."""
     try:
-        lines = workspace.queue.read_text(encoding="utf-8").splitlines()
+        lines = workspace.queue.read_bytes().splitlines()
     except FileNotFoundError:
         return []
-    records = [json.loads(line) for line in lines]
-    return [Waiting(record["run"], record["device"], ProcessId(**record["process"])) for record in records]
+    queue: list[Waiting] = []
+    for line in lines:
+        with suppress(ValueError, KeyError, TypeError):
+            record = json.loads(line)
+            queue.append(Waiting(record["run"], record["device"], ProcessId(**record["process"])))
+    return queue
 
 
 def _write_queue(workspace: Workspace, queue: list[Waiting]) -> None:

@@ -104,7 +104,7 @@ def describe(run: RunFolder, state: RunState) -> dict[str, object]:
         "loss": last.loss if last else None,
         "eta_s": state.eta_s,
         "samples": [item.path for item in state.samples],
-        "checkpoints": [item.path for item in state.checkpoints],
+        "checkpoints": [item.path for item in state.checkpoints if (run.path / item.path).is_dir()],  # not removed
         "exports": [item.path for item in state.exports],
         "warnings": [{"code": item.code, "message": item.message} for item in state.warnings],
         "error": state.error,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import io
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,7 +45,7 @@ from .settings import changed
 from .settings.schema import Full, Settings
 from .source import DatasetSource, text_dtype
 from .versions import versions
-from .workspace import Workspace, disk_errors
+from .workspace import Workspace, disk_errors, write_atomic
 
 PAUSE_POLL_S = 0.2
 PROGRESS_EVERY_S = 0.2
@@ -219,7 +220,7 @@ class Trainer:
 
     def run(self) -> None:
         """From the baseline sample to the verified file."""
-        if self.step == 0:
+        if self.step == 0 or (self._sample_is_due() and not self._was_sampled()):
             self._sample()
         while self.step < self.plan.total_steps:
             wish = self._serve_requests()
@@ -233,8 +234,7 @@ class Trainer:
             last = self.step == self.plan.total_steps
             if last or self.step % self.settings.checkpoints.every == 0:
                 self._save()
-            every = self.settings.samples.every
-            if every and (last or self.step % every == 0):
+            if self._sample_is_due():
                 self._sample()
         self._finish()
 
@@ -356,6 +356,15 @@ class Trainer:
             return self.source.conditioning(prompt)
         return self.family.encode_text(self.parts, [prompt])[0]
 
+    def _sample_is_due(self) -> bool:
+        every = self.settings.samples.every
+        return every > 0 and (self.step == self.plan.total_steps or self.step % every == 0)
+
+    def _was_sampled(self) -> bool:
+        """Whether this step's pictures are there: a process may have died between its checkpoint and them."""
+        drawn = events.fold(events.read(self.run_folder.events)[0]).samples
+        return {item.index for item in drawn if item.step == self.step} >= set(range(len(self.plan.prompts)))
+
     def _sample(self) -> None:
         """A picture for each prompt, always from the same seeds."""
         if not self.settings.samples.every:
@@ -375,8 +384,9 @@ class Trainer:
                 self.log.append(events.Warning("sample", f"no picture of '{prompt[:60]}': {error.message}"))
                 continue
             path = self.run_folder.samples / f"step-{self.step:06d}-{index:02d}.png"
-            with disk_errors(path):
-                pictures[0].save(path)
+            data = io.BytesIO()
+            pictures[0].save(data, "PNG")
+            write_atomic(path, data.getvalue())
             relative = path.relative_to(self.run_folder.path).as_posix()
             self.log.append(events.Sample(step=self.step, index=index, prompt=prompt, seed=seed, path=relative))
             report(index + 1, len(self.plan.prompts))
@@ -386,7 +396,7 @@ class Trainer:
         root = self.run_folder.checkpoints
         if self._saved != self.step:
             try:
-                with disk_errors(root):
+                with disk_errors(root), checkpoints.tidy(root):
                     self._write_checkpoint(root)
                     self._saved = self.step
                     checkpoints.prune(root, self.settings.checkpoints.keep)

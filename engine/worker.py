@@ -131,7 +131,8 @@ def _announced(run: RunFolder) -> Iterator[runs.ProcessId]:
     """Say which process runs this, and keep saying that it lives."""
     process = runs.read_process(run)
     if process is None or process.pid != os.getpid() or not runs.lives(process):
-        process = runs.identify(os.getpid())  # not started by `runs.start`, which has noted it already
+        # Not started by `runs.start`, which has noted it already.
+        process = runs.identify(os.getpid(), events.read(run.events)[1])
         runs.write_process(run, process)
     over = threading.Event()
     beating = threading.Thread(target=_beat, args=(run.process, over), daemon=True)

@@ -87,6 +87,11 @@ def locate(folder: Path | str | None = None, environment: Mapping[str, str] = os
     root = Path(os.path.abspath(expand(chosen)))
     if root.exists() and not root.is_dir():
         raise WorkspaceError(f"the workspace {root} is a file", "give a folder with --workspace or SAFELIGHT_HOME")
+    if str(root) != str(root).encode("utf-8", "replace").decode():
+        raise WorkspaceError(
+            f"the workspace {str(root)!r} has a name that is not UTF-8, which weight files cannot be written under",
+            "give another folder with --workspace or SAFELIGHT_HOME",
+        )
     return Workspace(root)
 
 

@@ -55,7 +55,12 @@ def row(item: runs.Listed) -> list[str]:
 
 
 def launch(page: gr.Blocks, *, port: int | None, browser: bool) -> None:
-    """Serve the page to this machine only, until interrupted. Raises WorkspaceError when the port is taken."""
+    """Serve the page to this machine only, until interrupted.
+
+    Raises WorkspaceError when the port is taken.
+    """
+    for name in ("NO_PROXY", "no_proxy"):  # Gradio asks its own address first, which no proxy can reach
+        os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1,localhost")))
     try:
         _, address, _ = page.launch(
             server_name="127.0.0.1",

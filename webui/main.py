@@ -30,9 +30,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _page_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="safelight", description="Open the page. `safelight --help` lists commands.")
     parser.add_argument("--workspace", type=Path, help="folder for everything; otherwise SAFELIGHT_HOME or ~/safelight")
-    parser.add_argument("--port", type=int, help="port of the page; otherwise the first free one from 7860 on")
+    parser.add_argument("--port", type=_port, help="port of the page; otherwise the first free one from 7860 on")
     parser.add_argument("--no-browser", action="store_true", help="only print the address")
     return parser.parse_args(arguments)
+
+
+def _port(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a port; ports are 1 to 65535")
+    return int(text)
 
 
 def _open_page(folder: Path | None, port: int | None, *, browser: bool) -> None:

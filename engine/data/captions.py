@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import codecs
 import contextlib
+import errno
 import json
 import os
 import re
@@ -267,7 +268,8 @@ def _replace(path: Path, data: bytes) -> None:
 
 
 def _cannot_write(path: Path, error: OSError) -> WorkspaceError:
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    hint = f"make {path.parent} writable, or copy the data set to a place that is"
     return WorkspaceError(
-        f"cannot write {path.name}: {error.strerror or error}",
-        f"make {path.parent} writable, or copy the data set to a place that is",
+        f"cannot write {path.name}: {error.strerror or error}", "free some space on the disk" if full else hint
     )

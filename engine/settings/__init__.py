@@ -1,10 +1,11 @@
 """Every setting there is, and reading and writing it. Imports no torch."""
 
-from .loading import apply, load, parse, read_toml, resolve_paths, set_dotted, to_toml
+from .loading import LENGTHS, apply, load, parse, read_toml, resolve_paths, set_dotted, to_toml, without_other_length
 from .resuming import changed
 from .schema import SCHEMA_VERSION, Settings
 
 __all__ = [
+    "LENGTHS",
     "SCHEMA_VERSION",
     "Settings",
     "apply",
@@ -15,4 +16,5 @@ __all__ = [
     "resolve_paths",
     "set_dotted",
     "to_toml",
+    "without_other_length",
 ]

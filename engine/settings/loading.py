@@ -17,6 +17,7 @@ from ..errors import Problem, SettingsError
 from .schema import Settings
 
 _UNION_MEMBER = re.compile(r"str|float|int|bool|tuple|list|function|literal|constrained")
+LENGTHS = ("steps", "epochs")  # of `train`: a run has one of them
 MAX_FILE_BYTES = 64 * 1024  # a settings file is a page of text; more is a mistake or an attack
 
 
@@ -71,10 +72,21 @@ def to_toml(settings: Settings) -> str:
 def apply(data: dict[str, Any], overrides: Iterable[str]) -> None:
     """Apply several `section.field=value` to plain data, whatever their order: those that choose a variant come first.
 
-    Raises SettingsError for one that is not of that form.
+    One length takes the place of the other. Raises SettingsError for one that is not of that form.
     """
+    overrides = list(overrides)
+    lengths = [name for name in LENGTHS if any(text.partition("=")[0].strip() == f"train.{name}" for text in overrides)]
+    data.update(without_other_length(data, lengths))
     for override in sorted(overrides, key=lambda text: not text.partition("=")[0].strip().endswith(".type")):
         set_dotted(data, override)
+
+
+def without_other_length(data: Mapping[str, Any], given: Iterable[str]) -> dict[str, Any]:
+    """The data without the length, steps or epochs, that gives way when only the other one is `given` over it."""
+    train, named = data.get("train"), set(given)
+    if not isinstance(train, Mapping) or len(named) != 1:
+        return dict(data)
+    return {**data, "train": {key: value for key, value in train.items() if key not in LENGTHS or key in named}}
 
 
 def set_dotted(data: dict[str, Any], override: str) -> None:
