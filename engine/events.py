@@ -54,7 +54,7 @@ class Started(Event):
 
 @dataclass(frozen=True)
 class Progress(Event):
-    """`done` of `total` in a phase such as "starting", "queued", "cache" or "export"; total 0 means unknown."""
+    """`done` of `total` in a phase such as "starting", "queued", "scan" or "export"; total 0 means unknown."""
 
     type: ClassVar[str] = "progress"
     phase: str

@@ -30,7 +30,9 @@ from .runs import RunFolder
 from .seeds import seed_of
 from .settings.schema import Lora, Settings
 from .state import LatentState
-from .workspace import clean_name, disk_errors
+from .workspace import clean_name, disk_errors, write_atomic
+
+TRAINING_FACTS = "training.json"  # in the folder of a fully trained base; tells an export from other folders
 
 # Largest difference of a prediction, relative to its spread, that rounding to a format explains.
 TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 1e-1}
@@ -138,26 +140,43 @@ def export_full(
     live_prediction: Tensor,
     text: Conditioning,
 ) -> ExportResult:
-    """Write the whole base with its trained denoiser as a diffusers folder, load the denoiser back and compare."""
+    """Write the whole base with its trained denoiser as a diffusers folder, load the denoiser back and compare.
+
+    It is written under another name, so that the folder appears whole and checked, or not at all. Raises ExportError
+    when it does not read back as what was trained, or when something else is in its place.
+    """
     family, located = base.family, base.located
     name, dtype = family.spec.denoiser, facts.settings.export.dtype
     target = folder / clean_name(facts.settings.name, fallback="model")
-    with disk_errors(target):
-        shutil.rmtree(target, ignore_errors=True)
-        if located.kind == "folder":
-            shutil.copytree(located.path, target, ignore=lambda at, names: [name] if Path(at) == located.path else [])
-        else:
-            _save_other_components(base, target)
-        copy.deepcopy(denoiser).to("cpu", DTYPES[dtype]).save_pretrained(target / name, safe_serialization=True)  # type: ignore[operator]
-    again = load(family, _relocated(base, target), [name], dtype=torch.float32, device=base.device)
-    error = float((probe(base, again, text)() - live_prediction).abs().max() / live_prediction.std().clamp_min(1e-8))
-    if not error < TOLERANCE[dtype]:
-        raise ExportError(
-            f"{target}: the saved denoiser predicts otherwise than the trained one (by {error:.2g} of the spread)",
-            "set export.dtype = 'fp32'; if that fails too, report it as a fault of the program",
-        )
-    facts_file = {"settings": facts.settings.model_dump(mode="json", exclude={"base", "dataset"}), "steps": facts.steps}
-    (target / "training.json").write_text(json.dumps(facts_file, indent=1), encoding="utf-8")
+    if target.exists() and not (target / TRAINING_FACTS).is_file():
+        raise ExportError(f"{target} is there already and is no export", "give another folder with --out")
+    if located.path.resolve() in target.resolve().parents:
+        raise ExportError(f"{target} lies in the base itself", "give another folder with --out")
+    draft = folder / f".writing-{target.name}"
+    try:
+        with disk_errors(target):
+            shutil.rmtree(draft, ignore_errors=True)
+            if located.kind == "folder":
+                own = located.path
+                shutil.copytree(own, draft, ignore=lambda at, names: [name] if Path(at) == own else [])
+            else:
+                _save_other_components(base, draft)
+            copy.deepcopy(denoiser).to("cpu", DTYPES[dtype]).save_pretrained(draft / name, safe_serialization=True)  # type: ignore[operator]
+        again = load(family, _relocated(base, draft), [name], dtype=torch.float32, device=base.device)
+        difference = (probe(base, again, text)() - live_prediction).abs().max()
+        error = float(difference / live_prediction.std().clamp_min(1e-8))
+        if not error < TOLERANCE[dtype]:
+            raise ExportError(
+                f"{target}: the saved denoiser predicts otherwise than the trained one (by {error:.2g} of the spread)",
+                "set export.dtype = 'fp32'; if that fails too, report it as a fault of the program",
+            )
+        about = {"settings": facts.settings.model_dump(mode="json", exclude={"base", "dataset"}), "steps": facts.steps}
+        write_atomic(draft / TRAINING_FACTS, json.dumps(about, indent=1))
+        with disk_errors(target):
+            shutil.rmtree(target, ignore_errors=True)
+            draft.rename(target)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
     return ExportResult(target, "pipeline", {"max_prediction_error": error, "reader": "diffusers"})
 
 

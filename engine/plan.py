@@ -68,6 +68,10 @@ class Plan:
             shown = ", ".join(f"{height}x{width}" for height, width in odd[:5])
             name = self.base.located.name
             doubts.append(f"{name} was never trained at {shown} px (height x width); pictures may be torn there")
+        if self.settings.samples.negative_prompt and self.base.family.embeds_guidance(self.base.located):
+            doubts.append(
+                f"{self.base.located.name} is guided without a negative prompt; the samples take no notice of it"
+            )
         cut = [placement for placement in self.buckets.placements if placement.crop_loss > MUCH_CUT_OFF]
         if cut:
             worst = max(cut, key=lambda placement: placement.crop_loss)

@@ -52,9 +52,9 @@ class Previewer:
         """Put a LoRA file on the base. Raises LoraFileError when not every key of it is used."""
         report = load_into_pipeline(self.base.family.pipeline(self.parts), path, adapter_name=ADAPTER)
         if not report.complete:
-            odd = [*report.missing, *report.unread]
+            odd, what = (report.missing, "layers") if report.missing else (report.unread, "keys")
             raise LoraFileError(
-                f"{path.name} does not fit {self.base.located.name}: {len(odd)} of its layers are not "
+                f"{path.name} does not fit {self.base.located.name}: {len(odd)} of its {what} are not "
                 f"there, for instance {odd[0]}",
                 "choose the base that it was trained on",
             )

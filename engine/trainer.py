@@ -49,6 +49,8 @@ from .workspace import Workspace, disk_errors, write_atomic
 
 PAUSE_POLL_S = 0.2
 PROGRESS_EVERY_S = 0.2
+# Going on would do the very same again: a run keeps its learning rate and its number format.
+NOT_FINITE_HINT = "start a new run with a lower optimizer.lr, or with train.precision = 'bf16' or 'fp32'"
 
 
 def train(
@@ -292,8 +294,7 @@ class Trainer:
         bad = [name for name, loss in seen if not bool(torch.isfinite(loss))]
         raise TrainingError(
             f"the loss of step {self.step + 1} is not finite; training stopped before the weights were touched",
-            "lower optimizer.lr, or use train.precision = 'bf16' or 'fp32'; `safelight resume` goes on from the last "
-            "checkpoint",
+            NOT_FINITE_HINT,
             problems=[Problem(name, "its loss is not finite") for name in bad or [name for name, _ in seen]],
         )
 
@@ -307,7 +308,7 @@ class Trainer:
         if self.precision.scale is None and not abs(norm) < float("inf"):
             raise TrainingError(
                 f"the gradient of step {step + 1} is not finite; training stopped before the weights were touched",
-                "lower optimizer.lr or widen train.precision; `safelight resume` goes on from the last checkpoint",
+                NOT_FINITE_HINT,
                 problems=[Problem(name, "was in the batch") for name, _ in seen],
             )
         self.precision.step(optimizer.optimizer)
@@ -411,7 +412,7 @@ class Trainer:
         if not all_finite(p for name in self.optimizers for p in self.weights.parameters(name).values()):
             raise TrainingError(
                 f"the trained weights are not finite after step {self.step}; they were not saved",
-                "lower optimizer.lr; `safelight resume` goes on from the last checkpoint",
+                NOT_FINITE_HINT,
             )
         writer = checkpoints.Writer(root, self.step)
         plain: dict[str, Mapping[str, Any]] = {}

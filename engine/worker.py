@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -88,7 +88,7 @@ def _run(run: RunFolder, log: EventLog, *, resume: bool) -> int:
         if is_out_of_memory(error):
             log.append(events.Failed(explain_out_of_memory(error, settings, _phase(run)).as_dict()))
             return 2
-        with run.log.open("a", encoding="utf-8") as file:
+        with suppress(OSError), run.log.open("a", encoding="utf-8") as file:  # the disk may be full
             traceback.print_exc(file=file)
         log.append(events.Failed(_bug(f"{type(error).__name__}: {error}")))
         return 1
@@ -249,7 +249,7 @@ def explain_out_of_memory(error: BaseException, settings: Settings | None, phase
     first = (str(error).splitlines() or [""])[0]
     return OutOfMemory(
         f"out of memory{where}" + (f": {first}" if first else ""),
-        "change the first of these that you can accept, then resume from the last checkpoint or start again",
+        "close other programs and resume, or start a new run with the first of these that you can accept",
         problems=_memory_remedies(settings) if settings is not None else (),
     )
 

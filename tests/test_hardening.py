@@ -20,15 +20,18 @@ from safetensors.torch import save_file
 
 from engine import checkpoints, cli, events, presets, runs, settings
 from engine.data.manifest import scan
-from engine.errors import PictureError, RunError, SettingsError, TrainingError, WorkspaceError
+from engine.errors import ExportError, PictureError, RunError, SettingsError, TrainingError, WorkspaceError
 from engine.events import EventLog
+from engine.export import export_run
 from engine.exports.formats import describe, read_lora, write_lora
 from engine.plan import plan_run
 from engine.preview import Request, preview
 from engine.sampling import to_image
-from engine.settings import Settings
+from engine.settings import Settings, changed
 from engine.terminal import describe as describe_run
 from engine.terminal import print_json
+from engine.trainer import NOT_FINITE_HINT
+from engine.worker import explain_out_of_memory
 from engine.workspace import Workspace, locate
 from tests.tiny import random_lora_layer
 from tests.training import choose, make_trainer, read_events
@@ -437,3 +440,37 @@ def test_pictures_that_a_kill_took_are_drawn_when_the_run_goes_on(
     drawn = {(item.step, item.index) for item in events.fold(events.read(again.run_folder.events)[0]).samples}
     assert drawn == {(step, index) for step in (0, 2, 4) for index in (0, 1)}
     assert len(list(again.run_folder.samples.iterdir())) == 6
+
+
+# --- exports ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_is_no_export_is_never_replaced_by_one(trainer: Callable[..., Any], tmp_path: Path) -> None:
+    training = trainer("method.type='full'", "train.steps=1")
+    training.run()
+    run = training.run_folder
+    export_run(run)  # over its own earlier export
+    assert [path.name for path in run.exports.iterdir()] == [run.name]
+    mine = tmp_path / "out" / run.name
+    mine.mkdir(parents=True)
+    (mine / "thesis.txt").write_text("years of work")
+    with pytest.raises(ExportError, match="is no export"):
+        export_run(run, out=tmp_path / "out")
+    assert (mine / "thesis.txt").read_text() == "years of work"
+
+
+def test_an_export_that_fails_leaves_no_folder_that_looks_like_one(
+    trainer: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = trainer("method.type='full'", "train.steps=1")
+    training.run()
+    monkeypatch.setattr("engine.export.TOLERANCE", {"fp32": -1.0})
+    with pytest.raises(ExportError, match="predicts otherwise"):
+        export_run(training.run_folder, out=tmp_path / "out")
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_no_hint_asks_for_what_a_run_may_not_change() -> None:
+    hints = [NOT_FINITE_HINT, explain_out_of_memory(MemoryError(), None, "train").hint]
+    assert all("start a new run" in hint for hint in hints)
+    assert changed({"optimizer": {"lr": 1.0}}, {"optimizer": {"lr": 0.5}})
