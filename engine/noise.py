@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -53,19 +53,6 @@ def resolution_shift(
 def as_level(levels: Tensor) -> Tensor:
     """float64 levels -> float32 in [0, 1): the form in which levels travel."""
     return levels.double().clamp(0.0, LARGEST_LEVEL).float()
-
-
-class Parameterisation(Protocol):
-    """What a base predicts, and how noise is mixed in. Owned by the family; no objective derives it again."""
-
-    def snap(self, levels: Tensor) -> Tensor:
-        """float64 levels -> levels (B,) float32 on the grid that the base was trained on."""
-
-    def mix(self, clean: LatentState, noise: LatentState, level: Tensor) -> LatentState: ...
-
-    def target(self, clean: LatentState, noise: LatentState, level: Tensor) -> LatentState: ...
-
-    def to_clean(self, noisy: LatentState, prediction: LatentState, level: Tensor) -> LatentState: ...
 
 
 @dataclass(frozen=True)

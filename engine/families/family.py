@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from ..errors import BaseModelError, SettingsError
+from ..errors import SettingsError
 from ..noise import Diffusion, Flow
 from ..state import LatentState
 
@@ -254,10 +254,3 @@ class Family(ABC):
         device: torch.device,
     ) -> dict[str, Any]:
         """Arguments of the pipeline's call that carry the text and the guidance."""
-
-
-def require_config(value: Any, what: str, located: LocatedBase) -> Any:
-    """Configuration that a base must have. Raises BaseModelError naming the base."""
-    if value is None:
-        raise BaseModelError(f"{located.name}: {what} is missing from its configuration", "is the base complete?")
-    return value
