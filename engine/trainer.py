@@ -441,9 +441,14 @@ class Trainer:
     # --- the end ----------------------------------------------------------------------------------------------------
 
     def _proof(self) -> dict[str, object]:
-        """Evidence that the policy moved and that the base did not."""
+        """Evidence that the policy moved, that the base did not, and that every loss in the run's log was finite."""
         after = checksum(self.bundle, skip=self.weights.trainable_names)
-        return {"weights": self.movement.report(), "base_unchanged": after == self.base_checksum, "loss_finite": True}
+        losses = events.fold(events.read(self.run_folder.events)[0]).losses  # one that was not finite reads as None
+        return {
+            "weights": self.movement.report(),
+            "base_unchanged": after == self.base_checksum,
+            "loss_finite": all(item.loss is not None for item in losses),
+        }
 
     def _finish(self) -> None:
         proof = self._proof()

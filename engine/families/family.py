@@ -80,11 +80,6 @@ class Parts:
     def __contains__(self, name: object) -> bool:
         return name in self.components
 
-    def drop(self, names: Sequence[str]) -> None:
-        """Forget components so that their memory can be freed."""
-        for name in names:
-            self.components.pop(name, None)
-
 
 @dataclass(frozen=True)
 class Extras:

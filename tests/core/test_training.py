@@ -533,3 +533,13 @@ def test_training_lowers_the_loss(trainer: Callable[..., Any], fixed_draws: None
     for _ in range(15):
         steps(ours, 1)
     assert gradients(ours, 4)[0] < before
+
+
+def test_the_proof_says_so_when_a_logged_loss_was_not_finite(trainer: Callable[..., Any]) -> None:
+    run = trainer("sd15")
+    steps(run, 2)
+    assert run._proof()["loss_finite"] is True
+    run.log.append(
+        events.Loss(step=3, epoch=0, loss=float("nan"), lr={"policy": 1.0}, grad_norm={"policy": 1.0}, seconds=0.1)
+    )
+    assert run._proof()["loss_finite"] is False
